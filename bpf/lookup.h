@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * From what a client dials to the backend that it gets. Touches the maps, never a packet or a
+ * socket, so that every program decides alike.
+ */
+#ifndef EBPFLB_LOOKUP_H
+#define EBPFLB_LOOKUP_H
+
+#include "maps.h"
+
+#define NSEC_PER_SEC 1000000000ULL
+
+/* How often a word is read again when a slot is not the service port's own. */
+#define WORD_READS 4
+
+/* What became of a look-up. */
+enum verdict {
+	FORWARD,	/* to the backend that was chosen */
+	UNTOUCHED,	/* not ours to translate here */
+	REJECT,		/* no endpoint anywhere */
+	REJECT_POLICY,	/* none that the policy allows */
+	REJECT_FOREIGN, /* the maps contradict each other */
+};
+
+struct backend_address {
+	__be32 address[4];
+	__be16 port;
+};
+
+static __always_inline void count(u32 stat)
+{
+	u64 *n = stats.lookup(&stat);
+
+	if (n)
+		__sync_fetch_and_add(n, 1);
+}
+
+static __always_inline u32 index_of(u32 id)
+{
+	return id & ((1U << ABI_ID_INDEX_BITS) - 1);
+}
+
+static __always_inline void count_connection(u32 id)
+{
+	u32 index = index_of(id);
+	u64 *n = connections.lookup(&index);
+
+	if (n)
+		__sync_fetch_and_add(n, 1);
+	count(STAT_TRANSLATED);
+}
+
+static __always_inline void copy_address(__be32 *to, const __be32 *from)
+{
+	to[0] = from[0];
+	to[1] = from[1];
+	to[2] = from[2];
+	to[3] = from[3];
+}
+
+static __always_inline bool same_address(const __be32 *a, const __be32 *b)
+{
+	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
+}
+
+static __always_inline bool is_member(u32 id, const struct backend_address *backend, u16 role)
+{
+	struct member_key key = {};
+
+	copy_address(key.address, backend->address);
+	key.port = backend->port;
+	key.role = role;
+	key.id = id;
+	return members.lookup(&key) != NULL;
+}
+
+/* Any fixed mixing of the whole key will do; never 0, which is what a fresh element may hold. */
+static __always_inline u32 affinity_check(const struct affinity_key *key)
+{
+	u64 mix = key->client[0] * 0x9e3779b97f4a7c15ULL;
+
+	mix ^= key->client[1] * 0xc2b2ae3d27d4eb4fULL;
+	mix ^= (((u64)key->path << 32) | key->id) * 0x165667b19e3779f9ULL;
+	return (u32)(mix >> 32) | 1;
+}
+
+static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32 scope,
+				   u64 now, struct backend_address *backend)
+{
+	struct affinity_value *found = affinity.lookup(key), value;
+	u32 check;
+
+	if (!found)
+		return false;
+	/* LRU: the element can become another client's while it is read. */
+	value = *found;
+	check = affinity_check(key);
+	if (value.check_head != check || value.check_tail != check)
+		return false;
+	if (now - value.used_ns >= affinity_s * NSEC_PER_SEC)
+		return false;
+	copy_address(backend->address, value.address);
+	backend->port = value.port;
+	/* MEMBER_INTERNAL and MEMBER_EXTERNAL are the scopes' own numbers. */
+	return is_member(key->id, backend, scope);
+}
+
+static __always_inline void remember(struct affinity_key *key, u64 now,
+				     const struct backend_address *backend)
+{
+	struct affinity_value value = {};
+
+	copy_address(value.address, backend->address);
+	value.port = backend->port;
+	value.used_ns = now;
+	value.check_head = affinity_check(key);
+	value.check_tail = value.check_head;
+	affinity.update(key, &value);
+}
+
+/*
+ * Chooses a backend for a new connection. `client` is whom affinity is for.
+ *
+ * A published word and the range that it names stay as they are until no program that could have
+ * read the word runs any more, so a foreign owner can only mean that the word was read long ago.
+ */
+static __always_inline enum verdict choose(u32 id, u32 scope, u64 client,
+					   struct backend_address *chosen)
+{
+	struct affinity_key key = {};
+	u32 index = index_of(id), flags, slot;
+	struct port *port;
+	struct backend *backend;
+	u64 word, now = 0;
+	bool found = false;
+	int i;
+
+	port = ports.lookup(&index);
+	if (!port || scope >= SCOPE_COUNT)
+		return REJECT_FOREIGN;
+
+	word = *(volatile u64 *)&port->word[scope];
+	flags = word >> ABI_WORD_FLAGS_SHIFT;
+	if (flags & WORD_UNTOUCHED)
+		return UNTOUCHED;
+
+	if (flags & WORD_AFFINITY) {
+		now = bpf_ktime_get_ns();
+		key.client[0] = client;
+		key.id = id;
+		if (recall(&key, port->affinity_s, scope, now, chosen)) {
+			remember(&key, now, chosen);
+			return FORWARD;
+		}
+	}
+
+#pragma unroll
+	for (i = 0; i < WORD_READS; i++) {
+		u32 backend_count = (word >> ABI_WORD_COUNT_SHIFT) & 0xffffff;
+
+		if (!backend_count)
+			return (word >> ABI_WORD_FLAGS_SHIFT) & WORD_NONE_LOCAL ? REJECT_POLICY :
+										  REJECT;
+		slot = (u32)word + (u32)(((u64)bpf_get_prandom_u32() * backend_count) >> 32);
+		backend = backends.lookup(&slot);
+		if (backend && backend->owner == id) {
+			copy_address(chosen->address, backend->address);
+			chosen->port = backend->port;
+			found = true;
+			break;
+		}
+		count(STAT_REREAD);
+		word = *(volatile u64 *)&port->word[scope];
+	}
+	if (!found) {
+		count(STAT_FOREIGN_BACKEND);
+		return REJECT_FOREIGN;
+	}
+	if (flags & WORD_AFFINITY)
+		remember(&key, now, chosen);
+	return FORWARD;
+}
+
+#endif

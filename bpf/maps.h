@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Every map and the question that it answers. The control plane reads this list, makes and pins
+ * the maps (their sizes are options of the agent), and compiles the programs with PIN_name and
+ * SIZE_name set to what it pinned.
+ *
+ * MAP(type, name, key, value, flags): flags are those of the bpf system call:
+ * 1 no preallocation, 1024 can be mapped into memory.
+ * SOCKET_STORAGE(name, value): one value a socket, freed with it.
+ */
+#ifndef EBPFLB_MAPS_H
+#define EBPFLB_MAPS_H
+
+#include "abi.h"
+
+#define MAP(type, name, key, value, flags) \
+	BPF_TABLE_PINNED7(type, key, value, name, SIZE_##name, PIN_##name, flags)
+
+/* Socket storage: bcc's own macro for it cannot pin. */
+#define SOCKET_STORAGE(name, value) \
+	struct name##_table_t { \
+		int key; \
+		value leaf; \
+		void *(*sk_storage_get)(void *, void *, int); \
+		int (*sk_storage_delete)(void *); \
+		u32 flags; \
+		u32 max_entries; \
+	}; \
+	__attribute__((section("maps/sk_storage:" PIN_##name))) struct name##_table_t name = { \
+		.flags = BPF_F_NO_PREALLOC, \
+	}; \
+	BPF_ANNOTATE_KV_PAIR(name, int, value)
+
+/* Which service port does this address, port and protocol belong to? */
+MAP("hash", frontends, struct frontend_key, struct frontend_value, 0);
+/* Where do new connections of this service port go? */
+MAP("array", ports, u32, struct port, 1024);
+/* Which address is in this slot of a range, and whose is it? */
+MAP("array", backends, u32, struct backend, 1024);
+/* Which backend did this client get last time? */
+MAP("lru_hash", affinity, struct affinity_key, struct affinity_value, 0);
+/* May this backend still be used for what the socket remembers? */
+MAP("hash", members, struct member_key, struct member_value, 1);
+/* What did this connected socket dial? */
+SOCKET_STORAGE(sock_peer, struct sock_peer);
+/* Which backends does this unconnected UDP socket talk to? */
+SOCKET_STORAGE(sock_udp, struct sock_udp);
+/* Which connected UDP sockets are there, and to which backend? */
+MAP("hash", udp_conn, u64, struct udp_conn, 1);
+/* How many connections were made to this service port? (by the index of its id) */
+MAP("percpu_array", connections, u32, u64, 0);
+/* What did the programs do? (enum stat) */
+MAP("percpu_array", stats, u32, u64, 0);
+/* Did the agent's probe pass this hook? (enum hook) */
+MAP("array", probe, u32, struct probe, 1024);
+/* What is this service port called? Only user space reads it. */
+MAP("hash", names, u32, struct name, 1);
+/* What did the agent decide? */
+MAP("array", settings, u32, struct settings, 1024);
+
+#endif

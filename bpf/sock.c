@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The socket programs: a socket that dials a Service is given a backend instead, and goes on
+ * seeing the Service. They run at the root of cgroup v2, in process context, under the socket's
+ * lock, and never see a packet. What is not a Service's is left alone.
+ *
+ * Set by the loader: HAVE_RETVAL (the kernel lets a program choose connect()'s error, 5.18),
+ * SHOW_SERVICE_TCP (getpeername() of TCP shows the Service).
+ */
+#include "lookup.h"
+#include "reject.h"
+
+#define IPPROTO_TCP 6
+#define IPPROTO_UDP 17
+
+/* ctx fields can be read by literal offset only, so the family must be a constant here. */
+static __always_inline void read_address(const struct bpf_sock_addr *ctx, bool v6, __be32 *address,
+					 __be16 *port)
+{
+	if (v6) {
+		address[0] = ctx->user_ip6[0];
+		address[1] = ctx->user_ip6[1];
+		address[2] = ctx->user_ip6[2];
+		address[3] = ctx->user_ip6[3];
+	} else {
+		address[0] = 0;
+		address[1] = 0;
+		address[2] = bpf_htonl(0xffff);
+		address[3] = ctx->user_ip4;
+	}
+	*port = ctx->user_port;
+}
+
+/* For an IPv4-mapped address the first three words stay as they are: no family is crossed. */
+static __always_inline void write_address(struct bpf_sock_addr *ctx, bool v6,
+					  const __be32 *address, __be16 port)
+{
+	if (v6) {
+		ctx->user_ip6[0] = address[0];
+		ctx->user_ip6[1] = address[1];
+		ctx->user_ip6[2] = address[2];
+		ctx->user_ip6[3] = address[3];
+	} else {
+		ctx->user_ip4 = address[3];
+	}
+	ctx->user_port = port;
+}
+
+static __always_inline void note_probe(struct bpf_sock_addr *ctx, u32 hook)
+{
+	struct probe *seen = probe.lookup(&hook);
+
+	if (!seen)
+		return;
+	seen->netns = bpf_get_netns_cookie(ctx);
+	seen->socket = bpf_get_socket_cookie(ctx);
+}
+
+/* The socket no longer talks to a Service: AF_UNSPEC runs no hook, so this is the first we hear. */
+static __always_inline void forget(struct bpf_sock_addr *ctx)
+{
+	u64 cookie;
+
+	if (!ctx->sk || sock_peer.sk_storage_delete(ctx->sk))
+		return; /* it dialled none before */
+	if (ctx->protocol != IPPROTO_UDP)
+		return;
+	cookie = bpf_get_socket_cookie(ctx);
+	udp_conn.delete(&cookie);
+}
+
+/* `to` is where the socket goes; with port 0 it goes nowhere (a refused UDP socket). */
+static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
+				      u32 id, const struct backend_address *to)
+{
+	struct udp_conn conn = {};
+	struct sock_peer *peer;
+	u64 cookie;
+
+	if (ctx->protocol != IPPROTO_UDP && !SHOW_SERVICE_TCP)
+		return;
+	peer = ctx->sk ? sock_peer.sk_storage_get(ctx->sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) :
+			 NULL;
+	if (peer) {
+		copy_address(peer->frontend, dialled->address);
+		copy_address(peer->backend, to->address);
+		peer->frontend_port = dialled->port;
+		peer->backend_port = to->port;
+		peer->id = id;
+	} else {
+		count(STAT_NO_SOCKET_MEMORY);
+	}
+	if (ctx->protocol != IPPROTO_UDP)
+		return;
+	copy_address(conn.backend, to->address);
+	conn.backend_port = to->port;
+	conn.id = id;
+	conn.netns = bpf_get_netns_cookie(ctx);
+	cookie = bpf_get_socket_cookie(ctx);
+	if (udp_conn.update(&cookie, &conn))
+		count(STAT_UDP_CONN_FULL);
+}
+
+static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
+{
+	struct backend_address to = {};
+	struct frontend_key dialled = {};
+	struct frontend_value *frontend;
+	enum verdict verdict;
+	u32 id;
+
+	if (already_refused())
+		return 1;
+	read_address(ctx, v6, dialled.address, &dialled.port);
+	dialled.protocol = ctx->protocol;
+	frontend = frontends.lookup(&dialled);
+	if (!frontend) {
+		forget(ctx);
+		return 1;
+	}
+	if (frontend->kind == KIND_PROBE) {
+		note_probe(ctx, v6 ? HOOK_CONNECT6 : HOOK_CONNECT4);
+		return 1;
+	}
+	id = frontend->id;
+	verdict = choose(id, frontend->scope, bpf_get_netns_cookie(ctx), &to);
+	if (verdict == UNTOUCHED) {
+		forget(ctx);
+		return 1;
+	}
+	if (verdict != FORWARD) {
+		count_refusal(verdict);
+		if (ctx->protocol == IPPROTO_TCP && refuse())
+			return 0;
+		/* UDP gets its error on the next call, as from a REJECT on the way (NOEP-10). */
+		nowhere(dialled.address, &to);
+		note_peer(ctx, &dialled, id, &to);
+		write_address(ctx, v6, to.address, to.port);
+		return 1;
+	}
+	note_peer(ctx, &dialled, id, &to);
+	count_connection(id);
+	write_address(ctx, v6, to.address, to.port);
+	return 1;
+}
+
+/* A flow is used again while its backend serves and conntrack would still know it. */
+static __always_inline bool usable(const struct udp_flow *flow, u32 id, u64 now)
+{
+	struct backend_address backend = {};
+	struct settings *set;
+	u32 zero = 0;
+	u64 timeout;
+
+	if (flow->id != id)
+		return false;
+	set = settings.lookup(&zero);
+	if (!set)
+		return false;
+	timeout = flow->answered ? set->udp_stream_timeout_ns : set->udp_timeout_ns;
+	if (now - flow->used_ns >= timeout)
+		return false;
+	copy_address(backend.address, flow->backend);
+	backend.port = flow->backend_port;
+	return is_member(id, &backend, MEMBER_SERVING);
+}
+
+static __always_inline struct udp_flow *flow_to(struct sock_udp *udp,
+						const struct frontend_key *dialled)
+{
+	int i;
+
+#pragma unroll
+	for (i = 0; i < ABI_UDP_FLOWS; i++) {
+		struct udp_flow *flow = &udp->flow[i];
+
+		if (flow->frontend_port == dialled->port &&
+		    same_address(flow->frontend, dialled->address))
+			return flow;
+	}
+	return NULL;
+}
+
+static __always_inline struct udp_flow *oldest_flow(struct sock_udp *udp)
+{
+	struct udp_flow *oldest = &udp->flow[0];
+	int i;
+
+#pragma unroll
+	for (i = 1; i < ABI_UDP_FLOWS; i++)
+		if (udp->flow[i].used_ns < oldest->used_ns)
+			oldest = &udp->flow[i];
+	return oldest;
+}
+
+static __always_inline void note_flow(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
+				      u32 id, u64 now, const struct backend_address *to)
+{
+	struct sock_udp *udp;
+	struct udp_flow *flow;
+
+	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+	if (!udp) {
+		count(STAT_NO_SOCKET_MEMORY);
+		return;
+	}
+	flow = flow_to(udp, dialled);
+	if (!flow)
+		flow = oldest_flow(udp);
+	copy_address(flow->frontend, dialled->address);
+	copy_address(flow->backend, to->address);
+	flow->frontend_port = dialled->port;
+	flow->backend_port = to->port;
+	flow->id = id;
+	flow->used_ns = now;
+	flow->answered = 0;
+}
+
+static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
+{
+	struct backend_address to = {};
+	struct frontend_key dialled = {};
+	struct frontend_value *frontend;
+	struct sock_udp *udp;
+	struct udp_flow *flow;
+	enum verdict verdict;
+	u32 id, scope;
+	u64 now;
+
+	if (already_refused())
+		return 1;
+	read_address(ctx, v6, dialled.address, &dialled.port);
+	dialled.protocol = ctx->protocol;
+	frontend = frontends.lookup(&dialled);
+	if (!frontend || frontend->kind == KIND_PROBE)
+		return 1;
+	id = frontend->id;
+	scope = frontend->scope;
+
+	now = bpf_ktime_get_ns();
+	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, 0) : NULL;
+	flow = udp ? flow_to(udp, &dialled) : NULL;
+	if (flow && usable(flow, id, now)) {
+		flow->used_ns = now;
+		write_address(ctx, v6, flow->backend, flow->backend_port);
+		return 1;
+	}
+
+	verdict = choose(id, scope, bpf_get_netns_cookie(ctx), &to);
+	if (verdict == UNTOUCHED)
+		return 1;
+	if (verdict != FORWARD) {
+		count_refusal(verdict);
+		/* Port 0 is EINVAL for sendto(); nothing listens on port 1 of the loopback. */
+		nowhere(dialled.address, &to);
+		write_address(ctx, v6, to.address, bpf_htons(1));
+		return 1;
+	}
+	note_flow(ctx, &dialled, id, now, &to);
+	count_connection(id);
+	write_address(ctx, v6, to.address, to.port);
+	return 1;
+}
+
+/* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
+static __always_inline struct udp_flow *flow_from(struct sock_udp *udp, const __be32 *address,
+						  __be16 port)
+{
+	struct udp_flow *latest = NULL;
+	int i;
+
+#pragma unroll
+	for (i = 0; i < ABI_UDP_FLOWS; i++) {
+		struct udp_flow *flow = &udp->flow[i];
+
+		if (flow->backend_port == port && same_address(flow->backend, address) &&
+		    (!latest || flow->used_ns > latest->used_ns))
+			latest = flow;
+	}
+	return latest;
+}
+
+/* Shows the Service in place of the backend that the socket is connected to. */
+static __always_inline bool show_peer(struct bpf_sock_addr *ctx, bool v6, const __be32 *address,
+				      __be16 port)
+{
+	struct sock_peer *peer = ctx->sk ? sock_peer.sk_storage_get(ctx->sk, NULL, 0) : NULL;
+
+	if (!peer || peer->backend_port != port || !same_address(peer->backend, address))
+		return false;
+	write_address(ctx, v6, peer->frontend, peer->frontend_port);
+	return true;
+}
+
+static __always_inline int on_recvmsg(struct bpf_sock_addr *ctx, bool v6)
+{
+	struct sock_udp *udp;
+	struct udp_flow *flow;
+	__be32 address[4];
+	__be16 port;
+
+	read_address(ctx, v6, address, &port);
+	if (show_peer(ctx, v6, address, port))
+		return 1;
+	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, 0) : NULL;
+	flow = udp ? flow_from(udp, address, port) : NULL;
+	if (!flow || !port)
+		return 1;
+	flow->answered = 1;
+	flow->used_ns = bpf_ktime_get_ns();
+	write_address(ctx, v6, flow->frontend, flow->frontend_port);
+	return 1;
+}
+
+static __always_inline int on_getpeername(struct bpf_sock_addr *ctx, bool v6)
+{
+	__be32 address[4];
+	__be16 port;
+
+	read_address(ctx, v6, address, &port);
+	show_peer(ctx, v6, address, port);
+	return 1;
+}
+
+int connect4(struct bpf_sock_addr *ctx)
+{
+	return on_connect(ctx, false);
+}
+
+int connect6(struct bpf_sock_addr *ctx)
+{
+	return on_connect(ctx, true);
+}
+
+int sendmsg4(struct bpf_sock_addr *ctx)
+{
+	return on_sendmsg(ctx, false);
+}
+
+int sendmsg6(struct bpf_sock_addr *ctx)
+{
+	return on_sendmsg(ctx, true);
+}
+
+int recvmsg4(struct bpf_sock_addr *ctx)
+{
+	return on_recvmsg(ctx, false);
+}
+
+int recvmsg6(struct bpf_sock_addr *ctx)
+{
+	return on_recvmsg(ctx, true);
+}
+
+int getpeername4(struct bpf_sock_addr *ctx)
+{
+	return on_getpeername(ctx, false);
+}
+
+int getpeername6(struct bpf_sock_addr *ctx)
+{
+	return on_getpeername(ctx, true);
+}
+
+int sock_release(struct bpf_sock *ctx)
+{
+	u64 cookie;
+
+	if (ctx->protocol != IPPROTO_UDP)
+		return 1;
+	cookie = bpf_get_socket_cookie(ctx);
+	udp_conn.delete(&cookie);
+	return 1;
+}

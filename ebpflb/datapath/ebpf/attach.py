@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which programs run at which hook of the cgroup, and how they get and stay there.
+
+Each hook has one link, pinned at a fixed path, so what is attached outlives every process. A
+program is swapped inside its link; a link whose cgroup is gone is made anew. Whatever else is on
+the cgroup is left alone. This file must not know what a program does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ebpflb.datapath.base import Difference
+from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.datapath.ebpf.maps import LINKS
+from ebpflb.errors import DatapathError
+
+_ALLOW_MULTI = 2
+
+
+class Hook(NamedTuple):
+    """``name`` is that of the C function, of the program and of the link's pin."""
+
+    name: str
+    prog_type: int
+    attach_type: int
+
+
+_ATTACH_TYPES = {
+    "connect4": 10,
+    "connect6": 11,
+    "sendmsg4": 14,
+    "sendmsg6": 15,
+    "recvmsg4": 19,
+    "recvmsg6": 20,
+    "getpeername4": 29,
+    "getpeername6": 30,
+    "sock_release": 34,
+}
+
+# What brings a socket's own view back comes first: a new connect() never meets an old reverse.
+_ORDER = ("recvmsg", "getpeername", "sock_release", "sendmsg", "connect")
+
+HOOKS: tuple[Hook, ...] = tuple(
+    sorted(
+        (
+            Hook(
+                name,
+                libbpf.PROG_CGROUP_SOCK if name == "sock_release" else libbpf.PROG_CGROUP_SOCK_ADDR,
+                _ATTACH_TYPES[name],
+            )
+            for name in abi.names_of("HOOK_").values()
+        ),
+        key=lambda hook: (_ORDER.index(hook.name.rstrip("46")), hook.name),
+    )
+)
+
+
+class Attached(NamedTuple):
+    """What the kernel says of one hook. ``problem`` is "" where all is well."""
+
+    hook: str
+    prog_id: int
+    prog_name: str
+    map_ids: frozenset[int]
+    problem: str
+
+
+class Attachment:
+    """The links of one pin folder on one cgroup. The folder's lock is the caller's to hold."""
+
+    def __init__(self, pin_path: Path, cgroup: Path) -> None:
+        self._links = pin_path / LINKS
+        self._cgroup = cgroup
+
+    def ensure(self, programs: Mapping[str, int]) -> int:
+        """Make every hook run its program of ``programs`` (descriptors by hook).
+
+        Returns how many links were made or changed. Raises DatapathError, fatal where a foreign
+        program keeps ours off the cgroup.
+        """
+        self._links.mkdir(mode=0o700, exist_ok=True)
+        cgroup_fd = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return sum(
+                self._ensure(hook, programs[hook.name], cgroup_fd)
+                for hook in HOOKS
+                if hook.name in programs
+            )
+        finally:
+            os.close(cgroup_fd)
+
+    def _ensure(self, hook: Hook, prog_fd: int, cgroup_fd: int) -> bool:
+        path = self._links / hook.name
+        state = self._look(hook)
+        if not state.problem:
+            if state.prog_id == libbpf.prog_info(prog_fd).id:
+                return False
+            link_fd = libbpf.obj_get(str(path))
+            try:
+                libbpf.link_update(link_fd, prog_fd, hook.name)
+            finally:
+                os.close(link_fd)
+            return True
+        try:
+            link_fd = libbpf.link_create(prog_fd, cgroup_fd, hook.attach_type, hook.name)
+        except DatapathError as error:
+            if error.errno == errno.EPERM and (foreign := self._foreign(hook)):
+                raise DatapathError(
+                    "attach",
+                    hook.name,
+                    error.errno,
+                    hint=f"{foreign} and lets no other program beside it; detach it, have it "
+                    "attached with BPF_F_ALLOW_MULTI, or choose another --cgroup",
+                    fatal=True,
+                ) from None
+            raise
+        try:
+            path.unlink(missing_ok=True)  # ours is attached already: no gap
+            libbpf.obj_pin(link_fd, str(path))
+        finally:
+            os.close(link_fd)
+        return True
+
+    def _foreign(self, hook: Hook) -> str:
+        """Who forbids company on this cgroup or one above it, in words; "" where nobody does."""
+        for cgroup in (self._cgroup, *self._cgroup.parents):
+            try:
+                fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+            except OSError:
+                continue
+            try:
+                ids, flags = libbpf.cgroup_programs(fd, hook.attach_type)
+            except DatapathError:
+                return ""  # above the root of cgroup v2
+            finally:
+                os.close(fd)
+            if ids and not flags & _ALLOW_MULTI:
+                names = ", ".join(f"{_prog_name(one) or '?'} (id {one})" for one in ids)
+                return f"the program {names} is on {cgroup}"
+        return ""
+
+    def look(self) -> list[Attached]:
+        """Ask the kernel what runs at each hook."""
+        return [self._look(hook) for hook in HOOKS]
+
+    def _look(self, hook: Hook) -> Attached:
+        def is_(problem: str, prog_id: int = 0, name: str = "") -> Attached:
+            return Attached(hook.name, prog_id, name, frozenset(), problem)
+
+        try:
+            link_fd = libbpf.obj_get(str(self._links / hook.name))
+        except DatapathError as error:
+            if error.errno == errno.ENOENT:
+                return is_("not attached")
+            raise
+        try:
+            if libbpf.fd_kind(link_fd) not in ("bpf_link", "bpf-link"):
+                return is_(f"the pin is a {libbpf.fd_kind(link_fd)}")
+            link = libbpf.link_info(link_fd)
+        finally:
+            os.close(link_fd)
+        if link.attach_type != hook.attach_type:
+            return is_("the pinned link is for another hook")
+        if link.cgroup_id == 0:
+            return is_("its cgroup is gone", link.prog_id)
+        try:
+            if link.cgroup_id != self._cgroup.stat().st_ino:
+                return is_(f"attached to another cgroup than {self._cgroup}", link.prog_id)
+            prog_fd = libbpf.prog_by_id(link.prog_id)
+        except OSError:
+            return is_(f"{self._cgroup} is gone", link.prog_id)
+        except DatapathError as error:
+            return is_(str(error), link.prog_id)
+        try:
+            info = libbpf.prog_info(prog_fd)
+        finally:
+            os.close(prog_fd)
+        return Attached(hook.name, info.id, info.name, info.map_ids, "")
+
+    def differences(self) -> list[Difference]:
+        """Each hook that does not run a program of ours."""
+        return [
+            Difference("", f"hook {one.hook}", "program", "attached", one.problem)
+            for one in self.look()
+            if one.problem
+        ]
+
+
+def _prog_name(prog_id: int) -> str:
+    try:
+        fd = libbpf.prog_by_id(prog_id)
+    except DatapathError:
+        return ""
+    try:
+        return libbpf.prog_info(fd).name
+    finally:
+        os.close(fd)
+
+
+def cgroup2_root() -> Path:
+    """Where cgroup v2 is mounted. Raises DatapathError (fatal) where it is not."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if right.split()[0] == "cgroup2":
+            return Path(left.split()[4])
+    raise DatapathError(
+        "find",
+        "cgroup v2",
+        hint="it is not mounted; mount it with: mount -t cgroup2 cgroup2 /sys/fs/cgroup/unified "
+        "(or boot with cgroup v2), or name its root with --cgroup",
+        fatal=True,
+    )
+
+
+def require_cgroup2(path: Path) -> None:
+    """Raises DatapathError (fatal) unless ``path`` is a folder of cgroup v2."""
+    if not (path / "cgroup.procs").exists() or not (path / "cgroup.controllers").exists():
+        raise DatapathError(
+            "use",
+            str(path),
+            hint="it is no folder of cgroup v2; name one with --cgroup",
+            fatal=True,
+        )

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eBPF mode, put together: the maps, their writer, the programs and where they are attached.
+
+The order of a start is decided here: lock, maps, programs compiled; after the first sync has
+filled the maps the programs are attached, and a connect of our own proves that they run. This file
+must not know where plans come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from ebpflb.datapath.base import Difference, SyncReport
+from ebpflb.datapath.ebpf import abi, audit, libbpf, loader
+from ebpflb.datapath.ebpf.attach import HOOKS, Attachment, require_cgroup2
+from ebpflb.datapath.ebpf.encode import PROBE_ADDRESSES, PROBE_PORT
+from ebpflb.datapath.ebpf.grace import KernelGate
+from ebpflb.datapath.ebpf.maps import Map, PinFolder, sizes
+from ebpflb.datapath.ebpf.tables import KernelTables, read
+from ebpflb.datapath.ebpf.writer import Writer
+from ebpflb.errors import DatapathError
+from ebpflb.model import Family, Plan, ServicePortName, format_address
+
+_log = structlog.get_logger("ebpf")
+
+SO_COOKIE = 57
+SETTINGS = abi.LAYOUTS["settings"]
+PROBE = abi.LAYOUTS["probe"]
+
+_UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
+_UDP_STREAM_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
+
+
+class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``agent`` is left in `settings` for the commands: JSON values, some 4,000 bytes at most.
+
+    ``show_service_tcp``: getpeername() of a TCP socket shows the Service. ``retval`` False makes
+    the programs refuse as on kernels before 5.18; None asks the kernel.
+    """
+
+    pin_path: Path
+    cgroup: Path
+    map_sizes: Mapping[str, int] = {}
+    show_service_tcp: bool = True
+    retval: bool | None = None
+    agent: Mapping[str, object] = {}
+
+
+class EbpfDatapath:
+    """``Datapath`` by BPF programs. Made by ``start``, which holds the lock while it lives."""
+
+    mode = "ebpf"
+
+    def __init__(
+        self,
+        options: EbpfOptions,
+        folder: PinFolder,
+        maps: Mapping[str, Map],
+        wake: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._folder = folder
+        self._maps = maps
+        self._tables = KernelTables(maps)
+        self._settings = maps["settings"].memory()
+        self._attachment = Attachment(options.pin_path, options.cgroup)
+        self._grace = libbpf.GracePeriod()
+        self._grace.wait()  # nobody reads what an earlier writer freed
+        self._gate = KernelGate(self._grace.wait, wake)
+        self._writer = Writer(self._tables, self._gate)
+        self._build = self._plan_build()
+        self._programs: Mapping[str, int] | None = None
+        self._serving = False
+        self._fill: dict[str, int] = {}
+        if not self._up_to_date():
+            self._programs = loader.load(self._build)
+
+    # --- the programs ---------------------------------------------------------------------------
+
+    def _plan_build(self) -> loader.Build:
+        retval = self._options.retval
+        if retval is None:
+            retval = libbpf.has_helper(libbpf.PROG_CGROUP_SOCK_ADDR, libbpf.HELPER_SET_RETVAL)
+        return loader.Build(
+            source="sock.c",
+            functions=tuple(loader.Function(*hook) for hook in HOOKS),
+            defines={
+                "HAVE_RETVAL": int(retval),
+                "SHOW_SERVICE_TCP": int(self._options.show_service_tcp),
+                **{f"SIZE_{name}": one.max_entries for name, one in self._maps.items()},
+            },
+            pins={name: str(one.path) for name, one in self._maps.items()},
+        )
+
+    def _up_to_date(self) -> bool:
+        """Whether every hook runs a program made from this very text, on these very maps."""
+        if self._read_settings().programs != self._build.digest():
+            return False
+        ours = {libbpf.map_info(one.fd, one.name).id for one in self._maps.values()}
+        return all(not hook.problem and hook.map_ids <= ours for hook in self._attachment.look())
+
+    def _attach(self) -> None:
+        if self._programs is None and not self._attachment.differences():
+            return
+        if self._programs is None:
+            self._programs = loader.load(self._build)
+        self._write_settings(programs=0)
+        changed = self._attachment.ensure(self._programs)
+        self._write_settings(programs=self._build.digest())
+        for fd in self._programs.values():
+            os.close(fd)
+        self._programs = None
+        _log.info("attached", cgroup=str(self._options.cgroup), links_changed=changed)
+
+    def _serve(self) -> None:
+        """After the maps are filled for the first time: attach, prove it, leave word of it."""
+        self._write_settings(
+            udp_timeout_ns=_seconds(_UDP_TIMEOUT, 30) * 10**9,
+            udp_stream_timeout_ns=_seconds(_UDP_STREAM_TIMEOUT, 120) * 10**9,
+            options=json.dumps(dict(self._options.agent), sort_keys=True).encode(),
+        )
+        self._attach()
+        netns = self._probe()
+        self._write_settings(host_netns=netns)
+        for name in self._folder.remove_others(self._maps):
+            _log.info("removed the map of another version or size", map=name)
+        self._serving = True
+
+    def _probe(self) -> int:
+        """A connect of our own through the hooks; returns this network namespace's cookie.
+
+        Raises DatapathError (fatal) when the hooks do not run for this process.
+        """
+        cookies = set()
+        for family, kind, hook in (
+            (Family.IPV4, socket.AF_INET, "HOOK_CONNECT4"),
+            (Family.IPV6, socket.AF_INET6, "HOOK_CONNECT6"),
+        ):
+            try:
+                probe = socket.socket(kind, socket.SOCK_DGRAM)
+            except OSError:
+                continue  # a kernel without this family
+            with probe:
+                with contextlib.suppress(OSError):
+                    probe.connect((format_address(PROBE_ADDRESSES[family]), PROBE_PORT))
+                cookie = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))[0]
+            key = struct.pack("=I", abi.CONSTANTS[hook])
+            seen: Any = PROBE.unpack(self._maps["probe"].lookup(key) or bytes(PROBE.size))
+            if seen.socket != cookie:
+                raise DatapathError(
+                    "verify",
+                    f"the {hook.removeprefix('HOOK_').lower()} hook",
+                    hint=f"it is attached to {self._options.cgroup} but did not see a connect() of "
+                    "this very process: run the agent inside of that cgroup, or name the root of "
+                    "the host's cgroup v2 with --cgroup",
+                    fatal=True,
+                )
+            cookies.add(seen.netns)
+        return int(cookies.pop())
+
+    # --- settings -------------------------------------------------------------------------------
+
+    def _read_settings(self) -> Any:
+        return SETTINGS.unpack(self._settings.view[: SETTINGS.size])
+
+    def _write_settings(self, **changes: object) -> None:
+        before = bytes(self._settings.view[: SETTINGS.size])
+        options = changes.get("options")
+        if isinstance(options, bytes) and len(options) >= abi.CONSTANTS["ABI_OPTIONS_LEN"]:
+            changes["options"] = b"{}"
+        after = SETTINGS.pack(*SETTINGS.unpack(before)._replace(**changes))
+        if after.rstrip(b"\0") != before.rstrip(b"\0"):
+            self._settings.view[: SETTINGS.size] = after
+
+    # --- Datapath -------------------------------------------------------------------------------
+
+    def sync(self, plan: Plan, changed: Collection[ServicePortName] | None) -> SyncReport:
+        report = self._writer.sync(plan, changed)
+        if not self._serving:
+            self._serve()
+        self._note_fill()
+        return report
+
+    def audit(self, plan: Plan) -> list[Difference]:
+        found = self._attachment.differences()
+        if found:
+            self._attach()
+            self._probe()
+        if not self._writer.matches():
+            found += audit.differences(plan, read(self._tables)) or [
+                Difference("", "maps", "left-overs", "", "entries that nothing leads to")
+            ]
+            self._grace.wait()
+            self._writer.restore()
+            self._writer.sync(plan, None)
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """What the programs counted since the maps were made, by name. Any thread may ask."""
+        stats = self._maps["stats"]
+        return {name: sum(stats.per_cpu(index)) for index, name in abi.names_of("STAT_").items()}
+
+    def fill(self) -> dict[str, tuple[int, int]]:
+        """(entries in use, entries in all) by map. Any thread may ask."""
+        used = self._fill | {
+            name: sum(1 for _ in self._maps[name].items()) for name in ("affinity", "udp_conn")
+        }
+        return {name: (count, self._maps[name].max_entries) for name, count in used.items()}
+
+    def _note_fill(self) -> None:
+        writer = self._writer
+        ports = len(writer.programmed)
+        self._fill = {
+            "frontends": writer.frontends_used,
+            "ports": ports,
+            "names": ports,
+            "backends": writer.slots_used,
+        }
+
+    def close(self) -> None:
+        self._gate.close()
+        self._grace.close()
+        self._settings.close()
+        self._tables.close()
+        for one in self._maps.values():
+            one.close()
+
+
+@contextlib.contextmanager
+def start(options: EbpfOptions, wake: Callable[[], None]) -> Iterator[EbpfDatapath]:
+    """Take the lock, open or make the maps, compile what must be compiled.
+
+    ``wake`` is called from another thread when something that was deferred can go on. Raises
+    DatapathError, fatal where this kernel or these privileges cannot do it.
+    """
+    require_cgroup2(options.cgroup)
+    folder = PinFolder(options.pin_path)
+    folder.create()
+
+    def waiting(holder: str) -> None:
+        _log.warning("waiting for the pin folder", pin_path=str(options.pin_path), holder=holder)
+
+    with folder.lock(waiting):
+        datapath = EbpfDatapath(
+            options, folder, folder.open_or_create(sizes(options.map_sizes)), wake
+        )
+        try:
+            yield datapath
+        finally:
+            datapath.close()
+
+
+def _seconds(path: Path, default: int) -> int:
+    """conntrack's own time-out, where this kernel has conntrack."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return default

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bpf system call through libbpf, as far as the agent needs it: the only user of ctypes.
+
+Thin on purpose: descriptors in, bytes out, every failure a DatapathError that names the map or
+the hook. This file must not know what any map or program is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ebpflb.errors import DatapathError
+
+F_MMAPABLE = 1024
+
+MAP_TYPES = {
+    "hash": 1,
+    "array": 2,
+    "percpu_array": 6,
+    "lru_hash": 9,
+    "array_of_maps": 12,
+    "sk_storage": 24,
+}
+
+PROG_CGROUP_SOCK = 9
+PROG_CGROUP_SOCK_ADDR = 18
+
+HELPER_SET_RETVAL = 187
+
+_ANY = 0
+_BATCH = 4096
+
+
+class _CreateOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("btf_fd", ctypes.c_uint32),
+        ("btf_key_type_id", ctypes.c_uint32),
+        ("btf_value_type_id", ctypes.c_uint32),
+        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
+        ("inner_map_fd", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+        ("map_extra", ctypes.c_uint64),
+        ("numa_node", ctypes.c_uint32),
+        ("map_ifindex", ctypes.c_uint32),
+    )
+
+
+class _BatchOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("elem_flags", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+class MapInfo(NamedTuple):
+    type: int
+    id: int
+    key_size: int
+    value_size: int
+    max_entries: int
+    flags: int
+
+
+class ProgInfo(NamedTuple):
+    id: int
+    name: str
+    tag: str
+    map_ids: frozenset[int]
+
+
+class LinkInfo(NamedTuple):
+    """A cgroup link; ``cgroup_id`` 0 means that its cgroup is gone."""
+
+    id: int
+    prog_id: int
+    cgroup_id: int
+    attach_type: int
+
+
+@functools.cache
+def _lib() -> ctypes.CDLL:
+    try:
+        lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
+    except OSError:
+        raise DatapathError(
+            "load", "libbpf.so.1", hint="install the package libbpf1", fatal=True
+        ) from None
+    lib.libbpf_set_print(None)
+    return lib
+
+
+def _call(operation: str, thing: str, name: str, *args: object) -> int:
+    """A libbpf function that returns a descriptor or 0, or a negative errno."""
+    result = int(getattr(_lib(), name)(*args))
+    if result < 0:
+        raise _error(operation, thing, -result)
+    return result
+
+
+def _error(operation: str, thing: str, code: int) -> DatapathError:
+    hint = ""
+    if code in (errno.EPERM, errno.EACCES):
+        hint = "needs root, or CAP_BPF, CAP_NET_ADMIN and CAP_SYS_ADMIN"
+    return DatapathError(
+        operation, thing, code, hint=hint, fatal=code in (errno.EPERM, errno.ENOSYS)
+    )
+
+
+# --- maps --------------------------------------------------------------------------------------
+
+
+def map_create(
+    kind: str,
+    name: str,
+    *,
+    key_size: int,
+    value_size: int,
+    max_entries: int,
+    flags: int = 0,
+    inner_fd: int = 0,
+) -> int:
+    """Make a map; returns its descriptor. ``kind`` is a key of MAP_TYPES."""
+    opts = _CreateOpts(sz=ctypes.sizeof(_CreateOpts), map_flags=flags, inner_map_fd=inner_fd)
+    btf = -1
+    if kind == "sk_storage":
+        btf = _btf_int_and_struct(value_size)
+        opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = btf, 1, 2
+    try:
+        return _call(
+            "create map",
+            name,
+            "bpf_map_create",
+            MAP_TYPES[kind],
+            name[:15].encode(),
+            key_size,
+            value_size,
+            max_entries,
+            ctypes.byref(opts),
+        )
+    finally:
+        if btf >= 0:
+            os.close(btf)
+
+
+def _btf_int_and_struct(size: int) -> int:
+    """Socket storage is refused without a description: an int, and a struct of ``size`` bytes."""
+    strings = b"\0int\0"
+    types = struct.pack("=IIII", 1, 1 << 24, 4, (1 << 24) | 32)  # signed 32-bit int
+    types += struct.pack("=III", 0, 4 << 24, size)
+    header = struct.pack("=HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(types), len(types), len(strings))
+    data = header + types + strings
+    return _call("load", "BTF", "bpf_btf_load", data, len(data), None)
+
+
+def obj_pin(fd: int, path: str) -> None:
+    _call("pin", path, "bpf_obj_pin", fd, path.encode())
+
+
+def obj_get(path: str) -> int:
+    """The descriptor of what is pinned at ``path``."""
+    return _call("open pin", path, "bpf_obj_get", path.encode())
+
+
+def _info(fd: int, buffer: ctypes.Array[ctypes.c_char], thing: str) -> bytes:
+    size = ctypes.c_uint32(len(buffer))
+    _call("ask about", thing, "bpf_obj_get_info_by_fd", fd, buffer, ctypes.byref(size))
+    return buffer.raw
+
+
+def fd_kind(fd: int) -> str:
+    """``bpf-map``, ``bpf-prog``, ``bpf_link`` or another word of the kernel's for the object."""
+    return str(Path(f"/proc/self/fd/{fd}").readlink()).removeprefix("anon_inode:").strip("[]")
+
+
+def map_info(fd: int, name: str) -> MapInfo:
+    raw = _info(fd, ctypes.create_string_buffer(88), name)
+    return MapInfo(*struct.unpack_from("=IIIIII", raw))
+
+
+def map_memory(fd: int) -> int:
+    """Bytes of kernel memory that the map is charged with now."""
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+        if line.startswith("memlock:"):
+            return int(line.split()[1])
+    return 0
+
+
+def update(fd: int, name: str, key: bytes, value: bytes) -> None:
+    _call("write to map", name, "bpf_map_update_elem", fd, key, value, ctypes.c_uint64(_ANY))
+
+
+def delete(fd: int, name: str, key: bytes) -> None:
+    """Deleting what is not there is no error."""
+    result = int(_lib().bpf_map_delete_elem(fd, key))
+    if result < 0 and result != -errno.ENOENT:
+        raise _error("delete from map", name, -result)
+
+
+def lookup(fd: int, name: str, key: bytes, size: int) -> bytes | None:
+    value = ctypes.create_string_buffer(size)
+    result = int(_lib().bpf_map_lookup_elem(fd, key, value))
+    if result == -errno.ENOENT:
+        return None
+    if result < 0:
+        raise _error("read map", name, -result)
+    return value.raw
+
+
+def update_batch(fd: int, name: str, items: Sequence[tuple[bytes, bytes]]) -> None:
+    """Write all items; on an error some are written (``errno`` E2BIG: the map is full)."""
+    opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
+    for start in range(0, len(items), _BATCH):
+        part = items[start : start + _BATCH]
+        count = ctypes.c_uint32(len(part))
+        keys = b"".join(key for key, _ in part)
+        values = b"".join(value for _, value in part)
+        _call(
+            "write to map",
+            name,
+            "bpf_map_update_batch",
+            fd,
+            keys,
+            values,
+            ctypes.byref(count),
+            ctypes.byref(opts),
+        )
+
+
+def items(fd: int, name: str, key_size: int, value_size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Every entry of a hash map, in no order; entries written meanwhile may be missing."""
+    size = 1024
+    token_in: ctypes.Array[ctypes.c_char] | None = None
+    token_out = ctypes.create_string_buffer(max(key_size, 4))
+    opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
+    while True:
+        keys = ctypes.create_string_buffer(size * key_size)
+        values = ctypes.create_string_buffer(size * value_size)
+        count = ctypes.c_uint32(size)
+        result = int(
+            _lib().bpf_map_lookup_batch(
+                fd, token_in, token_out, keys, values, ctypes.byref(count), ctypes.byref(opts)
+            )
+        )
+        if result == -errno.ENOSPC:
+            size *= 2  # one bucket holds more than that
+            continue
+        if result < 0 and result != -errno.ENOENT:
+            raise _error("read map", name, -result)
+        all_keys, all_values = keys.raw, values.raw
+        for i in range(count.value):
+            yield (
+                all_keys[i * key_size : (i + 1) * key_size],
+                all_values[i * value_size : (i + 1) * value_size],
+            )
+        if result == -errno.ENOENT:
+            return
+        token_in = ctypes.create_string_buffer(token_out.raw, len(token_out))
+
+
+def possible_cpus() -> int:
+    return int(_lib().libbpf_num_possible_cpus())
+
+
+class MappedArray:
+    """An array map as memory: ``view`` is its bytes, ``words`` its aligned 64-bit words.
+
+    A store to ``words`` is one store of eight bytes; anything wider may tear under a reader.
+    """
+
+    def __init__(self, fd: int, name: str, *, value_size: int, max_entries: int) -> None:
+        self.name = name
+        self.stride = (value_size + 7) & ~7
+        self.entries = max_entries
+        page = mmap.PAGESIZE
+        length = (self.stride * max_entries + page - 1) // page * page
+        try:
+            self._memory = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise DatapathError("map into memory", name, error.errno or 0) from None
+        self.view = memoryview(self._memory)[: self.stride * max_entries]
+        self.words = self.view.cast("Q")
+
+    def close(self) -> None:
+        self.words.release()
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+# --- the order of stores, and the end of readers -----------------------------------------------
+
+_MEMBARRIER_PRIVATE_EXPEDITED = 8
+_MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 16
+_NR_MEMBARRIER = {"aarch64": 283}.get(platform.machine(), 283)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+@functools.cache
+def _register_barrier() -> None:
+    _libc().syscall(_NR_MEMBARRIER, _MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
+
+
+if platform.machine() in ("x86_64", "i686"):
+
+    def store_barrier() -> None:
+        """Stores before come before stores after, for every CPU. x86 keeps stores in order."""
+
+else:
+
+    def store_barrier() -> None:
+        """Stores before come before stores after, for every CPU."""
+        _register_barrier()
+        _libc().syscall(_NR_MEMBARRIER, _MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+
+
+class GracePeriod:
+    """Waits until every BPF program that runs now has ended.
+
+    The kernel promises that to whoever updates a map of maps; the map made here is for that alone.
+    """
+
+    def __init__(self) -> None:
+        self._inner = map_create("array", "grace_inner", key_size=4, value_size=4, max_entries=1)
+        self._outer = map_create(
+            "array_of_maps",
+            "grace",
+            key_size=4,
+            value_size=4,
+            max_entries=1,
+            inner_fd=self._inner,
+        )
+
+    def wait(self) -> None:
+        """8 to 30 ms on an idle machine; not for the thread that must answer."""
+        update(self._outer, "grace", bytes(4), struct.pack("=I", self._inner))
+
+    def close(self) -> None:
+        os.close(self._outer)
+        os.close(self._inner)
+
+
+# --- programs and links ------------------------------------------------------------------------
+
+
+def has_helper(prog_type: int, helper: int) -> bool:
+    return int(_lib().libbpf_probe_bpf_helper(prog_type, helper, None)) == 1
+
+
+def prog_info(fd: int) -> ProgInfo:
+    ids = (ctypes.c_uint32 * 64)()
+    buffer = ctypes.create_string_buffer(232)
+    struct.pack_into("=I", buffer, 52, len(ids))
+    struct.pack_into("=Q", buffer, 56, ctypes.addressof(ids))
+    raw = _info(fd, buffer, "program")
+    count = struct.unpack_from("=I", raw, 52)[0]
+    return ProgInfo(
+        id=struct.unpack_from("=I", raw, 4)[0],
+        name=raw[64:80].split(b"\0")[0].decode(errors="replace"),
+        tag=raw[8:16].hex(),
+        map_ids=frozenset(ids[: min(count, len(ids))]),
+    )
+
+
+def prog_by_id(prog_id: int) -> int:
+    return _call("open program", str(prog_id), "bpf_prog_get_fd_by_id", prog_id)
+
+
+def link_info(fd: int) -> LinkInfo:
+    raw = _info(fd, ctypes.create_string_buffer(64), "link")
+    _, link_id, prog_id = struct.unpack_from("=III", raw)
+    cgroup_id, attach_type = struct.unpack_from("=QI", raw, 16)
+    return LinkInfo(link_id, prog_id, cgroup_id, attach_type)
+
+
+def link_create(prog_fd: int, cgroup_fd: int, attach_type: int, name: str) -> int:
+    """Attach beside whatever else is on the cgroup; returns the link's descriptor."""
+    return _call("attach", name, "bpf_link_create", prog_fd, cgroup_fd, attach_type, None)
+
+
+def link_update(link_fd: int, prog_fd: int, name: str) -> None:
+    """Swap the program of a link, at once for every process."""
+    _call("replace program of", name, "bpf_link_update", link_fd, prog_fd, None)
+
+
+def cgroup_programs(cgroup_fd: int, attach_type: int) -> tuple[list[int], int]:
+    """(program ids in their order, attach flags) of what is on this very cgroup."""
+    flags = ctypes.c_uint32()
+    count = ctypes.c_uint32(64)
+    ids = (ctypes.c_uint32 * 64)()
+    _call(
+        "ask about",
+        "cgroup",
+        "bpf_prog_query",
+        cgroup_fd,
+        attach_type,
+        0,
+        ctypes.byref(flags),
+        ids,
+        ctypes.byref(count),
+    )
+    return list(ids[: count.value]), flags.value

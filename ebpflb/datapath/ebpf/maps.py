@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pin folder: its lock, and every map in it, opened, checked or made.
+
+A map is pinned as ``NAME-DIGEST``, the digest being that of its layout and size, so another
+version's map is another file. What is opened is compared with what was meant all the same: a pin
+can be anybody's. This file must not know what the maps hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.errors import ConfigError, DatapathError
+
+BPFFS_MAGIC = "bpf"
+LINKS = "links"
+_LOCK_POLL_S = 0.1
+
+DEFAULT_SIZES: Mapping[str, int] = {
+    "frontends": 65_536,
+    "ports": 32_768,
+    "backends": 262_144,
+    "affinity": 65_536,
+    "members": 131_072,
+    "udp_conn": 65_536,
+    "names": 32_768,
+}
+"""Entries of the maps whose size is an option (``--map-size NAME=N``)."""
+
+_FOLLOWS = {"connections": "ports"}
+_FIXED = {"sock_peer": 0, "sock_udp": 0, "settings": 1}
+_FROM_ENUM = {"stats": "STAT_COUNT", "probe": "HOOK_COUNT"}
+
+
+def sizes(options: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Entries of every map. Raises ConfigError for a map without a size option or a bad size."""
+    options = options or {}
+    for name, size in options.items():
+        if name not in DEFAULT_SIZES:
+            known = ", ".join(DEFAULT_SIZES)
+            raise ConfigError(f"--map-size {name}={size}: no such size; there are {known}")
+        limit = 1 << (abi.CONSTANTS["ABI_ID_INDEX_BITS"] if name == "ports" else 24)
+        if not 1 <= size <= limit:
+            raise ConfigError(f"--map-size {name}={size}: must be 1 to {limit}")
+    chosen = {**DEFAULT_SIZES, **options}
+    chosen |= {name: chosen[other] for name, other in _FOLLOWS.items()}
+    return chosen | _FIXED | {name: abi.CONSTANTS[count] for name, count in _FROM_ENUM.items()}
+
+
+class Map:
+    """One open map."""
+
+    def __init__(self, spec: abi.MapSpec, fd: int, path: Path, max_entries: int) -> None:
+        self.spec = spec
+        self.fd = fd
+        self.path = path
+        self.max_entries = max_entries
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return libbpf.lookup(self.fd, self.name, key, self.spec.value.size)
+
+    def update(self, items: Sequence[tuple[bytes, bytes]]) -> None:
+        libbpf.update_batch(self.fd, self.name, items)
+
+    def delete(self, key: bytes) -> None:
+        libbpf.delete(self.fd, self.name, key)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        return libbpf.items(self.fd, self.name, self.spec.key.size, self.spec.value.size)
+
+    def memory(self) -> libbpf.MappedArray:
+        return libbpf.MappedArray(
+            self.fd, self.name, value_size=self.spec.value.size, max_entries=self.max_entries
+        )
+
+    def per_cpu(self, index: int) -> list[int]:
+        """The 64-bit values of one entry of a per-CPU array, one for each possible CPU."""
+        raw = libbpf.lookup(
+            self.fd, self.name, index.to_bytes(4, sys.byteorder), 8 * libbpf.possible_cpus()
+        )
+        return list(memoryview(raw or b"").cast("Q"))
+
+    def clear_per_cpu(self, index: int) -> None:
+        libbpf.update(
+            self.fd, self.name, index.to_bytes(4, sys.byteorder), bytes(8 * libbpf.possible_cpus())
+        )
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class PinFolder:
+    """``/sys/fs/bpf/ebpflb`` or wherever ``--pin-path`` says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd: int | None = None
+
+    def require_bpffs(self) -> None:
+        """Raises DatapathError (fatal) where no BPF file system is mounted."""
+        where = self.path
+        while not where.exists() and where != where.parent:
+            where = where.parent
+        if _file_system_of(where) != BPFFS_MAGIC:
+            raise DatapathError(
+                "use",
+                str(self.path),
+                hint="it is not on a BPF file system; mount one with: mount -t bpf bpf /sys/fs/bpf",
+                fatal=True,
+            )
+
+    def create(self) -> None:
+        self.require_bpffs()
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _os_error("create", self.path, error) from None
+
+    @contextmanager
+    def lock(self, waiting: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
+        """Be the one writer. Says through ``waiting`` once whom it waits for.
+
+        The lock belongs to a descriptor that no child inherits; the kernel frees it when the
+        holder ends, however it ends. With ``wait`` False raises DatapathError at once.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise _os_error("open", self.path, error) from None
+        try:
+            said = False
+            while not _try_lock(fd):
+                holder = lock_holder(self.path)
+                if not wait:
+                    raise DatapathError(
+                        "lock",
+                        str(self.path),
+                        errno.EWOULDBLOCK,
+                        hint=f"{holder} works on this folder; stop it first",
+                    )
+                if not said:
+                    waiting(holder)
+                    said = True
+                time.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(fd)
+
+    def map_path(self, spec: abi.MapSpec, max_entries: int) -> Path:
+        return self.path / f"{spec.name}-{spec.digest(max_entries)}"
+
+    def open_or_create(self, entries: Mapping[str, int]) -> dict[str, Map]:
+        """Every map of ``maps.h``, ours from before where it lies there, else fresh and pinned."""
+        return {
+            spec.name: self._open_or_create(spec, entries[spec.name]) for spec in abi.MAPS.values()
+        }
+
+    def _open_or_create(self, spec: abi.MapSpec, max_entries: int) -> Map:
+        path = self.map_path(spec, max_entries)
+        if path.exists():
+            return Map(spec, _open_checked(spec, path, max_entries), path, max_entries)
+        fd = libbpf.map_create(
+            spec.type,
+            spec.name,
+            key_size=spec.key.size,
+            value_size=spec.value.size,
+            max_entries=max_entries,
+            flags=spec.flags,
+        )
+        libbpf.obj_pin(fd, str(path))
+        return Map(spec, fd, path, max_entries)
+
+    def open_existing(self) -> dict[str, Map]:
+        """The maps as they lie there, of whatever size, for those who only read.
+
+        Of two sizes of one map the one that is newest by its id counts. Raises DatapathError
+        where nothing is pinned.
+        """
+        found: dict[str, Map] = {}
+        for path in sorted(self.path.glob("*-*")) if self.path.is_dir() else []:
+            spec = abi.MAPS.get(path.name.rpartition("-")[0])
+            if spec is None:
+                continue
+            fd = libbpf.obj_get(str(path))
+            entries = libbpf.map_info(fd, spec.name).max_entries
+            if libbpf.fd_kind(fd) != "bpf-map" or self.map_path(spec, entries) != path:
+                os.close(fd)
+                continue
+            one = Map(spec, fd, path, entries)
+            other = found.get(spec.name)
+            if other and _map_id(other) > _map_id(one):
+                one.close()
+                continue
+            if other:
+                other.close()
+            found[spec.name] = one
+        missing = [name for name in abi.MAPS if name not in found]
+        if missing:
+            for one in found.values():
+                one.close()
+            raise DatapathError(
+                "read",
+                str(self.path),
+                hint="nothing of ebpflb is pinned here"
+                if not found
+                else f"no pinned map {', '.join(missing)} of this version",
+            )
+        return found
+
+    def remove_others(self, maps: Mapping[str, Map]) -> list[str]:
+        """Unpin maps of ours in other sizes or layouts; returns their names."""
+        keep = {one.path for one in maps.values()}
+        gone = []
+        for path in self.path.glob("*-*"):
+            if path.name.rpartition("-")[0] in abi.MAPS and path not in keep:
+                path.unlink()
+                gone.append(path.name)
+        return gone
+
+    def remove(self) -> list[str]:
+        """Unpin all and remove the folder; returns what was there. Not ours stays, and is kept."""
+        gone = []
+        links = self.path / LINKS
+        for path in [*sorted(links.glob("*")), *sorted(self.path.glob("*-*"))]:
+            path.unlink()
+            gone.append(str(path.relative_to(self.path)))
+        for folder in (links, self.path):
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise _os_error("remove", folder, error) from None
+        return gone
+
+
+def _map_id(one: Map) -> int:
+    return libbpf.map_info(one.fd, one.name).id
+
+
+def _open_checked(spec: abi.MapSpec, path: Path, max_entries: int) -> int:
+    """bcc and libbpf open whatever lies at a path: compare it with what is meant."""
+    fd = libbpf.obj_get(str(path))
+    kind = libbpf.fd_kind(fd)
+    if kind == "bpf-map":
+        info = libbpf.map_info(fd, spec.name)
+        is_ = (info.type, info.key_size, info.value_size, info.max_entries, info.flags)
+        meant = (
+            libbpf.MAP_TYPES[spec.type],
+            spec.key.size,
+            spec.value.size,
+            max_entries,
+            spec.flags,
+        )
+        if is_ == meant:
+            return fd
+        difference = f"(type, key size, value size, entries, flags) are {is_}, should be {meant}"
+    else:
+        difference = f"it is a {kind}"
+    os.close(fd)
+    raise DatapathError(
+        "use pin",
+        str(path),
+        hint=f"it is not the map that its name says: {difference}; "
+        f"remove it (rm {path}) or choose another --pin-path",
+        fatal=True,
+    )
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_holder(path: Path) -> str:
+    """Who holds the lock on ``path``, as far as /proc can tell from here."""
+    status = path.stat()
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if "FLOCK" in fields and wanted in fields and "->" not in fields:
+            pid = fields[fields.index("WRITE") + 1] if "WRITE" in fields else "?"
+            return f"another ebpflb (process {pid})"
+    return "another ebpflb"
+
+
+def _file_system_of(path: Path) -> str:
+    """The type of the file system that ``path`` is on, by the mount table."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kind = ""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == wanted:
+            kind = right.split()[0]
+    return kind
+
+
+def _os_error(operation: str, path: Path, error: OSError) -> DatapathError:
+    hint = "needs root" if error.errno in (errno.EPERM, errno.EACCES) else ""
+    return DatapathError(
+        operation, str(path), error.errno or 0, hint=hint, fatal=error.errno == errno.EPERM
+    )

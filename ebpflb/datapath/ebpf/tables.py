@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's tables of Services as the writer and the readers see them.
+
+``Tables`` is the one interface through which a sync reaches the maps, so that the same writer
+runs on kernel maps and on maps in memory that can fail at any step. ``read`` turns the tables
+into a ``Snapshot``: what the programs would do, in words. Decisions are made elsewhere.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.datapath.ebpf.maps import Map
+from ebpflb.model import Family, FrontendKind, Policy, ServicePortName
+from ebpflb.model import Protocol as IpProtocol
+
+FRONTEND_KEY = abi.LAYOUTS["frontend_key"]
+FRONTEND_VALUE = abi.LAYOUTS["frontend_value"]
+PORT = abi.LAYOUTS["port"]
+BACKEND = abi.LAYOUTS["backend"]
+MEMBER_KEY = abi.LAYOUTS["member_key"]
+NAME = abi.LAYOUTS["name"]
+ID = struct.Struct("=I")
+
+INDEX_BITS = abi.CONSTANTS["ABI_ID_INDEX_BITS"]
+INDEX_MASK = (1 << INDEX_BITS) - 1
+GENERATIONS = 1 << (32 - INDEX_BITS)
+COUNT_SHIFT = abi.CONSTANTS["ABI_WORD_COUNT_SHIFT"]
+FLAGS_SHIFT = abi.CONSTANTS["ABI_WORD_FLAGS_SHIFT"]
+MAX_COUNT = (1 << (FLAGS_SHIFT - COUNT_SHIFT)) - 1
+SCOPES = abi.CONSTANTS["SCOPE_COUNT"]
+INTERNAL = abi.CONSTANTS["SCOPE_INTERNAL"]
+EXTERNAL = abi.CONSTANTS["SCOPE_EXTERNAL"]
+
+KINDS: Mapping[int, FrontendKind] = {
+    abi.CONSTANTS["KIND_CLUSTER_IP"]: FrontendKind.CLUSTER_IP,
+    abi.CONSTANTS["KIND_NODE_PORT"]: FrontendKind.NODE_PORT,
+    abi.CONSTANTS["KIND_EXTERNAL_IP"]: FrontendKind.EXTERNAL_IP,
+    abi.CONSTANTS["KIND_LOAD_BALANCER"]: FrontendKind.LOAD_BALANCER,
+}
+KIND_PROBE = abi.CONSTANTS["KIND_PROBE"]
+
+
+class Table(Protocol):
+    """A hash map. A batch that fails may be written in part; deleting nothing is no error."""
+
+    def lookup(self, key: bytes) -> bytes | None: ...
+    def update(self, items: Sequence[tuple[bytes, bytes]]) -> None: ...
+    def delete(self, key: bytes) -> None: ...
+    def items(self) -> Iterator[tuple[bytes, bytes]]: ...
+
+
+class Tables(Protocol):
+    """All that a sync writes. Indexes and bases are below the sizes; nothing here checks them."""
+
+    frontends: Table
+    members: Table
+    names: Table
+    port_entries: int
+    backend_entries: int
+
+    def read_port(self, index: int) -> bytes: ...
+    def write_port(self, index: int, value: bytes) -> None:
+        """Write a slot that no frontend leads to; readers may see half of it."""
+        ...
+
+    def set_port_field(self, index: int, offset: int, value: int) -> None:
+        """One aligned 32-bit store."""
+        ...
+
+    def publish(self, index: int, scope: int, word: int) -> None:
+        """Everything stored so far, then one aligned 64-bit store of the word."""
+        ...
+
+    def read_ports(self) -> bytes: ...
+    def read_backends(self, base: int, count: int) -> bytes: ...
+    def write_backends(self, base: int, slots: bytes) -> None: ...
+    def clear_connections(self, index: int) -> None: ...
+
+
+class KernelTables:
+    """``Tables`` on the pinned maps."""
+
+    def __init__(self, maps: Mapping[str, Map]) -> None:
+        self.frontends: Table = maps["frontends"]
+        self.members: Table = maps["members"]
+        self.names: Table = maps["names"]
+        self._connections = maps["connections"]
+        self._ports = maps["ports"].memory()
+        self._ports32 = self._ports.view.cast("I")
+        self._backends = maps["backends"].memory()
+        self.port_entries = self._ports.entries
+        self.backend_entries = self._backends.entries
+
+    def read_port(self, index: int) -> bytes:
+        return bytes(self._ports.view[index * PORT.size : (index + 1) * PORT.size])
+
+    def write_port(self, index: int, value: bytes) -> None:
+        self._ports.view[index * PORT.size : (index + 1) * PORT.size] = value
+
+    def set_port_field(self, index: int, offset: int, value: int) -> None:
+        self._ports32[(index * PORT.size + offset) // 4] = value
+
+    def publish(self, index: int, scope: int, word: int) -> None:
+        libbpf.store_barrier()
+        self._ports.words[index * PORT.size // 8 + scope] = word
+
+    def read_ports(self) -> bytes:
+        return bytes(self._ports.view)
+
+    def read_backends(self, base: int, count: int) -> bytes:
+        return bytes(self._backends.view[base * BACKEND.size : (base + count) * BACKEND.size])
+
+    def write_backends(self, base: int, slots: bytes) -> None:
+        start = base * BACKEND.size
+        self._backends.view[start : start + len(slots)] = slots
+
+    def clear_connections(self, index: int) -> None:
+        self._connections.clear_per_cpu(index)
+
+    def connections(self, index: int) -> int:
+        """Connections made so far to the service port at ``index``."""
+        return sum(self._connections.per_cpu(index))
+
+    def close(self) -> None:
+        self._ports32.release()
+        self._ports.close()
+        self._backends.close()
+
+
+# --- words and ids -----------------------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    """What is published for one scope of a service port."""
+
+    base: int
+    length: int
+    flags: int
+
+    def pack(self) -> int:
+        return self.flags << FLAGS_SHIFT | self.length << COUNT_SHIFT | self.base
+
+
+def unpack_word(word: int) -> Word:
+    return Word(word & 0xFFFFFFFF, (word >> COUNT_SHIFT) & MAX_COUNT, word >> FLAGS_SHIFT)
+
+
+def make_id(index: int, generation: int) -> int:
+    return generation << INDEX_BITS | index
+
+
+def index_of(service_port_id: int) -> int:
+    return service_port_id & INDEX_MASK
+
+
+def pack_name(name: ServicePortName) -> bytes:
+    """The printed name; raises ValueError when it does not fit."""
+    text = str(name).encode()
+    if len(text) >= NAME.size:
+        raise ValueError(f"the name {name} is longer than {NAME.size - 1} bytes")
+    return NAME.pack(text)
+
+
+def parse_name(text: str, protocol: IpProtocol, family: Family) -> ServicePortName:
+    """The inverse of ``str(ServicePortName)``. Raises ValueError."""
+    path, _, port = text.partition(":")
+    namespace, slash, name = path.partition("/")
+    if not slash or not namespace or not name:
+        raise ValueError(f"{text!r} is no ns/name or ns/name:port")
+    return ServicePortName(namespace, name, port, protocol, family)
+
+
+# --- a snapshot, for those who compare or show -------------------------------------------------
+
+
+class PortEntry(NamedTuple):
+    """A live slot of `ports`. ``name`` is None where `names` does not know the id."""
+
+    slot: int
+    id: int
+    name: ServicePortName | None
+    protocol: int
+    ipv6: bool
+    words: tuple[Word, ...]
+    affinity_s: int
+    draining: int
+    internal_policy: Policy
+    external_policy: Policy
+
+
+class FrontendEntry(NamedTuple):
+    key: bytes
+    address: bytes
+    port: int
+    protocol: int
+    id: int
+    kind: int
+    scope: int
+
+
+class BackendEntry(NamedTuple):
+    slot: int
+    address: bytes
+    port: int
+    local: bool
+    terminating: bool
+    owner: int
+
+
+class MemberEntry(NamedTuple):
+    key: bytes
+    id: int
+    address: bytes
+    port: int
+    role: int
+
+
+class Snapshot(NamedTuple):
+    """The tables at about one moment."""
+
+    ports: tuple[PortEntry, ...]
+    frontends: tuple[FrontendEntry, ...]
+    members: tuple[MemberEntry, ...]
+    names: Mapping[int, str]
+    backends: Mapping[int, tuple[BackendEntry, ...]]
+    """By service-port id: the internal range with what drains behind it."""
+    external: Mapping[int, tuple[BackendEntry, ...]]
+
+
+def unpack_backends(base: int, raw: bytes) -> tuple[BackendEntry, ...]:
+    entries = []
+    for i in range(len(raw) // BACKEND.size):
+        slot: Any = BACKEND.unpack(raw[i * BACKEND.size : (i + 1) * BACKEND.size])
+        entries.append(
+            BackendEntry(
+                base + i,
+                slot.address,
+                int.from_bytes(slot.port),
+                bool(slot.flags & abi.CONSTANTS["BACKEND_LOCAL"]),
+                bool(slot.flags & abi.CONSTANTS["BACKEND_TERMINATING"]),
+                slot.owner,
+            )
+        )
+    return tuple(entries)
+
+
+def unpack_port(index: int, raw: bytes, names: Mapping[int, str]) -> PortEntry | None:
+    """None for a free slot."""
+    port: Any = PORT.unpack(raw)
+    if not port.id:
+        return None
+    ipv6 = bool(port.flags & abi.CONSTANTS["PORT_IPV6"])
+    try:
+        family = Family.IPV6 if ipv6 else Family.IPV4
+        name = parse_name(names[port.id], IpProtocol(port.protocol), family)
+    except (KeyError, ValueError):
+        name = None
+
+    def policy(flag: str) -> Policy:
+        return Policy.LOCAL if port.flags & abi.CONSTANTS[flag] else Policy.CLUSTER
+
+    return PortEntry(
+        slot=index,
+        id=port.id,
+        name=name,
+        protocol=port.protocol,
+        ipv6=ipv6,
+        words=tuple(unpack_word(word) for word in memoryview(port.word).cast("Q")),
+        affinity_s=port.affinity_s,
+        draining=port.draining,
+        internal_policy=policy("PORT_INTERNAL_LOCAL"),
+        external_policy=policy("PORT_EXTERNAL_LOCAL"),
+    )
+
+
+def read_names(tables: Tables) -> dict[int, str]:
+    return {
+        ID.unpack(key)[0]: text.split(b"\0")[0].decode(errors="replace")
+        for key, text in tables.names.items()
+    }
+
+
+def read_frontends(tables: Tables) -> tuple[FrontendEntry, ...]:
+    entries = []
+    for key, value in tables.frontends.items():
+        dialled: Any = FRONTEND_KEY.unpack(key)
+        found: Any = FRONTEND_VALUE.unpack(value)
+        entries.append(
+            FrontendEntry(
+                key,
+                dialled.address,
+                int.from_bytes(dialled.port),
+                dialled.protocol,
+                found.id,
+                found.kind,
+                found.scope,
+            )
+        )
+    return tuple(sorted(entries))
+
+
+def read_members(tables: Tables) -> tuple[MemberEntry, ...]:
+    entries = []
+    for key, _ in tables.members.items():
+        member: Any = MEMBER_KEY.unpack(key)
+        entries.append(
+            MemberEntry(key, member.id, member.address, int.from_bytes(member.port), member.role)
+        )
+    return tuple(sorted(entries))
+
+
+def read(tables: Tables) -> Snapshot:
+    """Read everything. A range that reaches out of the map is shown as far as it lies inside."""
+    names = read_names(tables)
+    raw = tables.read_ports()
+    ports = tuple(
+        port
+        for index in range(tables.port_entries)
+        if (port := unpack_port(index, raw[index * PORT.size : (index + 1) * PORT.size], names))
+    )
+
+    def slots(word: Word, behind: int) -> tuple[BackendEntry, ...]:
+        base = min(word.base, tables.backend_entries)
+        count = min(word.length + behind, tables.backend_entries - base)
+        return unpack_backends(base, tables.read_backends(base, count))
+
+    return Snapshot(
+        ports=ports,
+        frontends=read_frontends(tables),
+        members=read_members(tables),
+        names=names,
+        backends={port.id: slots(port.words[INTERNAL], port.draining) for port in ports},
+        external={port.id: slots(port.words[EXTERNAL], 0) for port in ports},
+    )

@@ -1,0 +1,594 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the tables follow the plan, so that at every single step each frontend leads only to
+backends of its own service port.
+
+The order is the point of this file:
+
+* A changed set of backends goes to a fresh range; one store of the word switches all frontends of
+  the service port to it. The old range is free after a grace period.
+* A new service port is complete before its first frontend is inserted; of one that goes, the
+  frontends go first, and the rest after a grace period.
+* A frontend's value is never replaced, and nothing is inserted into `frontends` while an element
+  deleted there may still be in a reader's hand.
+
+What is known of the kernel is kept beside it, byte for byte, so a sync writes only differences.
+The writer must not know how plans are made, and takes no decision that a plan could take.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ebpflb.datapath.base import SyncReport
+from ebpflb.datapath.ebpf.encode import (
+    MEMBER_VALUE,
+    Encoded,
+    Slots,
+    encode,
+    probe_frontends,
+)
+from ebpflb.datapath.ebpf.grace import Gate
+from ebpflb.datapath.ebpf.ranges import Range, Ranges
+from ebpflb.datapath.ebpf.tables import (
+    BACKEND,
+    EXTERNAL,
+    FRONTEND_VALUE,
+    GENERATIONS,
+    ID,
+    INDEX_BITS,
+    INTERNAL,
+    KIND_PROBE,
+    MAX_COUNT,
+    PORT,
+    SCOPES,
+    Table,
+    Tables,
+    Word,
+    make_id,
+    pack_name,
+    read_frontends,
+    read_members,
+    read_names,
+    unpack_port,
+    unpack_word,
+)
+from ebpflb.errors import DatapathError
+from ebpflb.model import Family, Plan, PlannedPort, Protocol, ServicePortName
+
+MAX_UNRELEASED = 4
+"""Copies of one service port's range that may wait for their grace period; more changes wait."""
+
+_AFFINITY_OFFSET = PORT.offsets["affinity_s"]
+_DRAINING_OFFSET = PORT.offsets["draining"]
+_TAIL_OFFSET = PORT.offsets["generation"]
+
+
+class _NotYetError(Exception):
+    """This change must wait for a grace period; it is no failure."""
+
+
+@dataclass(slots=True)
+class Programmed:
+    """What the tables hold of one service port."""
+
+    name: ServicePortName
+    index: int
+    id: int
+    words: list[int] = field(default_factory=lambda: [0] * SCOPES)
+    ranges: list[Range | None] = field(default_factory=lambda: [None] * SCOPES)
+    slots: list[bytes] = field(default_factory=lambda: [b""] * SCOPES)
+    affinity_s: int = 0
+    draining: int = 0
+    flags: int = 0
+    frontends: dict[bytes, bytes] = field(default_factory=dict)
+    members: set[bytes] = field(default_factory=set)
+    unreleased: int = 0
+
+    def pack(self) -> bytes:
+        return PORT.pack(
+            struct.pack(f"={SCOPES}Q", *self.words),
+            self.id,
+            self.affinity_s,
+            self.draining,
+            self.id >> INDEX_BITS,
+            self.name.protocol,
+            self.flags,
+        )
+
+
+@dataclass(slots=True)
+class _Retired:
+    """What may be used again once the gate has reached ``ticket``."""
+
+    ticket: int
+    ranges: list[Range]
+    port: Programmed | None = None
+    dying: bool = False
+
+
+class Writer:
+    """The one writer of the tables. Begins with what is there; writes nothing before a sync."""
+
+    def __init__(self, tables: Tables, gate: Gate) -> None:
+        self._tables = tables
+        self._gate = gate
+        self._ports: dict[ServicePortName, Programmed] = {}
+        self._owner: dict[bytes, ServicePortName] = {}
+        self._free = Ranges(0)
+        self._indexes: deque[int] = deque()
+        self._generations: dict[int, int] = {}
+        self._retired: list[_Retired] = []
+        self._frontends_quiet_at = 0
+        self._stray_frontends: set[bytes] = set()
+        self._stray_members: set[bytes] = set()
+        self._stray_names: set[int] = set()
+        self._probe_missing: dict[bytes, bytes] = {}
+        self._writes = 0
+        self.restore()
+
+    @property
+    def programmed(self) -> Collection[ServicePortName]:
+        return self._ports.keys()
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of `backends` that are published or wait for a grace period."""
+        return self._tables.backend_entries - self._free.free
+
+    @property
+    def frontends_used(self) -> int:
+        return len(self._owner)
+
+    # --- start: what is there -------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Learn what the tables hold. What makes no sense is marked to be removed by a sync.
+
+        The caller sees to it that a grace period has passed since the last writer.
+        """
+        tables = self._tables
+        self._ports, self._owner, self._retired = {}, {}, []
+        names = read_names(tables)
+        frontends = read_frontends(tables)
+        used: dict[int, int] = {}
+        for frontend in frontends:
+            used[frontend.id] = used.get(frontend.id, 0) + 1
+
+        strays = self._restore_ports(names, used)
+        by_id = {port.id: port for port in self._ports.values()}
+        self._stray_frontends = set()
+        for frontend in frontends:
+            owner = by_id.get(frontend.id)
+            if owner is not None and frontend.kind != KIND_PROBE:
+                owner.frontends[frontend.key] = FRONTEND_VALUE.pack(
+                    frontend.id, frontend.kind, frontend.scope
+                )
+                self._owner[frontend.key] = owner.name
+            elif frontend.kind != KIND_PROBE or frontend.key not in probe_frontends():
+                self._stray_frontends.add(frontend.key)
+        self._stray_members = set()
+        for member in read_members(tables):
+            port = by_id.get(member.id)
+            if port is not None:
+                port.members.add(member.key)
+            else:
+                self._stray_members.add(member.key)
+        self._stray_names = {one for one in names if one not in by_id}
+        there = {frontend.key for frontend in frontends}
+        self._probe_missing = {k: v for k, v in probe_frontends().items() if k not in there}
+
+        self._free = Ranges(tables.backend_entries, self._restore_ranges())
+        self._frontends_quiet_at = 0
+        for port in strays:
+            self._retired.append(_Retired(self._gate.ticket(), [], port, dying=True))
+
+    def _restore_ports(self, names: dict[int, str], used: dict[int, int]) -> list[Programmed]:
+        """Adopt every live slot by its name; returns those that cannot be."""
+        raw = self._tables.read_ports()
+        strays = []
+        self._indexes, self._generations = deque(), {}
+        for index in range(self._tables.port_entries):
+            slot = raw[index * PORT.size : (index + 1) * PORT.size]
+            self._generations[index] = PORT.unpack(slot).generation
+            entry = unpack_port(index, slot, names)
+            if entry is None:
+                self._indexes.append(index)
+                continue
+            values = PORT.unpack(slot)
+            family = Family.IPV6 if entry.ipv6 else Family.IPV4
+            port = Programmed(
+                name=entry.name or ServicePortName("", f"#{entry.id}", "", Protocol.TCP, family),
+                index=index,
+                id=entry.id,
+                words=list(memoryview(values.word).cast("Q")),
+                affinity_s=entry.affinity_s,
+                draining=entry.draining,
+                flags=values.flags,
+            )
+            sane = entry.id == make_id(index, values.generation)
+            other = self._ports.get(port.name)
+            if (
+                not sane
+                or entry.name is None
+                or (other is not None and used.get(other.id, 0) >= used.get(port.id, 0))
+            ):
+                strays.append(port)
+            else:
+                if other is not None:
+                    strays.append(other)
+                self._ports[port.name] = port
+        return strays
+
+    def _restore_ranges(self) -> list[Range]:
+        """Adopt the ranges whose slots are all the service port's own; the rest is rewritten."""
+        for port in self._ports.values():
+            internal, external = (unpack_word(word) for word in port.words)
+            self._adopt(port, INTERNAL, Range(internal.base, internal.length + port.draining))
+            if external.base != internal.base:
+                self._adopt(port, EXTERNAL, Range(external.base, external.length))
+        return _without_overlaps(self._ports.values())
+
+    def _adopt(self, port: Programmed, scope: int, one: Range) -> None:
+        if not one.size or one.end > self._tables.backend_entries:
+            return
+        raw = self._tables.read_backends(one.base, one.size)
+        owners = memoryview(raw).cast("I")[BACKEND.offsets["owner"] // 4 :: BACKEND.size // 4]
+        if all(owner == port.id for owner in owners):
+            port.slots[scope] = raw
+            port.ranges[scope] = one
+
+    # --- sync -----------------------------------------------------------------------------------
+
+    def sync(self, plan: Plan, changed: Collection[ServicePortName] | None) -> SyncReport:
+        """Write what differs. With ``changed`` None everything is compared."""
+        self._writes = 0
+        failed: dict[ServicePortName, DatapathError] = {}
+        deferred: set[ServicePortName] = set()
+        self.release()
+        names = self._ports.keys() | plan.ports.keys() if changed is None else set(changed)
+
+        inserts: dict[bytes, bytes] = {}
+        inserters: dict[bytes, ServicePortName] = {}
+        deletes: set[bytes] = set()
+        if changed is None:
+            self._drop_strays(deletes)
+            inserts |= self._probe_missing
+        for name in sorted(names):
+            planned = plan.ports.get(name)
+            if planned is None:
+                port = self._ports.get(name)
+                if port is not None:
+                    deletes |= port.frontends.keys()
+                continue
+            try:
+                encoded = self._program(planned)
+            except _NotYetError:
+                deferred.add(name)
+                continue
+            except DatapathError as error:
+                failed[name] = error
+                continue
+            port = self._ports[name]
+            for key, value in encoded.frontends.items():
+                if port.frontends.get(key) != value:
+                    if key in port.frontends:
+                        deletes.add(key)
+                    inserts[key] = value
+                    inserters[key] = name
+            deletes |= port.frontends.keys() - encoded.frontends.keys()
+
+        waiting = self._insert_frontends(inserts, inserters, failed)
+        deferred |= {inserters[key] for key in waiting if key in inserters}
+        self._delete_frontends(deletes, failed)
+        self._bury([name for name in names if name not in plan.ports])
+        return SyncReport(self._writes, failed, frozenset(deferred))
+
+    def _program(self, planned: PlannedPort) -> Encoded:
+        """Everything of a service port but its frontends."""
+        port = self._ports.get(planned.name) or self._create(planned.name)
+        encoded = encode(planned, port.id)
+        self._add_members(port, encoded.members - port.members)
+        self._publish(port, encoded)
+        for key in port.members - encoded.members:
+            self._tables.members.delete(key)
+            port.members.discard(key)
+            self._writes += 1
+        return encoded
+
+    def _create(self, name: ServicePortName) -> Programmed:
+        try:
+            text = pack_name(name)
+        except ValueError as error:
+            raise DatapathError("name", str(name), hint=str(error)) from None
+        if not self._indexes:
+            if self._retired:
+                raise _NotYetError
+            raise _full("ports", self._tables.port_entries)
+        index = self._indexes[0]
+        generation = self._generations[index] % (GENERATIONS - 1) + 1
+        port = Programmed(name, index, make_id(index, generation))
+        self._stray_names.add(port.id)  # until all of it is there
+        self._update(self._tables.names, "names", [(ID.pack(port.id), text)])
+        self._tables.clear_connections(index)
+        self._tables.write_port(index, port.pack())
+        self._indexes.popleft()
+        self._generations[index] = generation
+        self._stray_names.discard(port.id)
+        self._ports[name] = port
+        self._writes += 2
+        return port
+
+    def _add_members(self, port: Programmed, keys: Iterable[bytes]) -> None:
+        items = [(key, MEMBER_VALUE) for key in sorted(keys)]
+        if items:
+            # Some may be written when this fails; they are found again as differences.
+            port.members.update(key for key, _ in items)
+            try:
+                self._update(self._tables.members, "members", items)
+            except DatapathError:
+                port.members.difference_update(
+                    key for key, _ in items if self._tables.members.lookup(key) is None
+                )
+                raise
+            self._writes += len(items)
+
+    def _publish(self, port: Programmed, encoded: Encoded) -> None:
+        fresh: dict[int, Range] = {}
+        replaced: list[Range] = []
+        try:
+            for scope, slots in enumerate(encoded.scopes):
+                if slots.raw and slots.raw != port.slots[scope]:
+                    fresh[scope] = self._take(port, slots)
+        except (DatapathError, _NotYetError):
+            for one in fresh.values():
+                self._free.give_back(one)
+            raise
+        for scope, slots in enumerate(encoded.scopes):
+            if slots.raw == port.slots[scope]:
+                continue
+            if scope in fresh:
+                self._tables.write_backends(fresh[scope].base, slots.raw)
+                self._writes += slots.size
+            if old := port.ranges[scope]:
+                replaced.append(old)
+            port.ranges[scope] = fresh.get(scope)
+            port.slots[scope] = slots.raw
+        self._set_fields(port, encoded)
+        for scope, slots in enumerate(encoded.scopes):
+            used = port.ranges[INTERNAL if encoded.shared else scope]
+            word = Word(used.base if used and slots.active else 0, slots.active, slots.flags).pack()
+            if word != port.words[scope]:
+                self._tables.publish(port.index, scope, word)
+                port.words[scope] = word
+                self._writes += 1
+        if replaced:
+            port.unreleased += 1
+            self._retired.append(_Retired(self._gate.ticket(), replaced, port))
+
+    def _take(self, port: Programmed, slots: Slots) -> Range:
+        if port.unreleased >= MAX_UNRELEASED:
+            raise _NotYetError
+        one = self._free.take(slots.size) if slots.size <= MAX_COUNT else None
+        if one is None:
+            if any(entry.ranges for entry in self._retired):
+                raise _NotYetError
+            raise _full(
+                "backends",
+                self._tables.backend_entries,
+                f"{slots.size} slots in a row are needed, {self._free.largest} are free "
+                f"({self._free.free} in all)",
+            )
+        return one
+
+    def _set_fields(self, port: Programmed, encoded: Encoded) -> None:
+        tables = self._tables
+        if encoded.affinity_s != port.affinity_s:
+            # Switched off, the seconds stay until no reader of the old word is left: harmless.
+            tables.set_port_field(port.index, _AFFINITY_OFFSET, encoded.affinity_s)
+            port.affinity_s = encoded.affinity_s
+            self._writes += 1
+        if encoded.draining != port.draining:
+            tables.set_port_field(port.index, _DRAINING_OFFSET, encoded.draining)
+            port.draining = encoded.draining
+            self._writes += 1
+        if encoded.port_flags != port.flags:
+            port.flags = encoded.port_flags
+            tail = int.from_bytes(port.pack()[_TAIL_OFFSET:], sys.byteorder)
+            tables.set_port_field(port.index, _TAIL_OFFSET, tail)
+            self._writes += 1
+
+    # --- frontends ------------------------------------------------------------------------------
+
+    def _insert_frontends(
+        self,
+        inserts: dict[bytes, bytes],
+        inserters: dict[bytes, ServicePortName],
+        failed: dict[ServicePortName, DatapathError],
+    ) -> set[bytes]:
+        """Insert what may be inserted now; returns the keys that must wait for a grace period."""
+        if self._gate.done() < self._frontends_quiet_at:
+            return set(inserts)
+        # A key that leads elsewhere is deleted by this sync, and free after a grace period.
+        waiting = {key for key in inserts if key in self._owner or key in self._stray_frontends}
+        ready = [(key, value) for key, value in inserts.items() if key not in waiting]
+        if not ready:
+            return waiting
+        try:
+            self._update(self._tables.frontends, "frontends", ready)
+            written = ready
+        except DatapathError:
+            written = []
+            for item in ready:  # find whose they are that do not fit
+                try:
+                    self._update(self._tables.frontends, "frontends", [item])
+                    written.append(item)
+                except DatapathError as error:
+                    if item[0] in inserters:
+                        failed[inserters[item[0]]] = error
+        for key, value in written:
+            self._writes += 1
+            if key in inserters:
+                self._ports[inserters[key]].frontends[key] = value
+                self._owner[key] = inserters[key]
+            else:
+                self._probe_missing.pop(key, None)
+        return waiting
+
+    def _delete_frontends(
+        self, keys: set[bytes], failed: dict[ServicePortName, DatapathError]
+    ) -> None:
+        for key in sorted(keys):
+            owner = self._owner.get(key)
+            try:
+                self._tables.frontends.delete(key)
+            except DatapathError as error:
+                if owner is not None:
+                    failed[owner] = error
+                continue
+            self._writes += 1
+            if owner is not None:
+                del self._owner[key]
+                self._ports[owner].frontends.pop(key, None)
+            self._stray_frontends.discard(key)
+        if keys:
+            self._frontends_quiet_at = self._gate.ticket()
+
+    def _drop_strays(self, deletes: set[bytes]) -> None:
+        deletes |= self._stray_frontends
+        dying = {entry.port.id for entry in self._retired if entry.dying and entry.port}
+        for table, keys in (
+            (self._tables.members, self._stray_members),
+            (self._tables.names, {ID.pack(i) for i in self._stray_names - dying}),
+        ):
+            for key in sorted(keys):
+                table.delete(key)
+                self._writes += 1
+        self._stray_members.clear()
+        self._stray_names &= dying
+
+    # --- what goes, and what comes back ---------------------------------------------------------
+
+    def _bury(self, names: Iterable[ServicePortName]) -> None:
+        for name in names:
+            port = self._ports.get(name)
+            if port is None or port.frontends:
+                continue
+            del self._ports[name]
+            self._retired.append(_Retired(self._gate.ticket(), [], port, dying=True))
+
+    def release(self) -> None:
+        """Take back all whose grace period is over."""
+        done = self._gate.done()
+        keep = []
+        for entry in self._retired:
+            if entry.ticket > done or (entry.dying and not self._forget(entry)):
+                keep.append(entry)
+                continue
+            for one in entry.ranges:
+                self._free.give_back(one)
+            if entry.port is not None and not entry.dying:
+                entry.port.unreleased -= 1
+        self._retired = keep
+
+    def _forget(self, entry: _Retired) -> bool:
+        """The last of a service port that no program can know any more. False: try again."""
+        port = entry.port
+        if port is None:
+            return True
+        try:
+            for key in sorted(port.members):
+                self._tables.members.delete(key)
+                port.members.discard(key)
+                self._writes += 1
+            self._tables.names.delete(ID.pack(port.id))
+        except DatapathError:
+            return False
+        self._tables.write_port(
+            port.index,
+            PORT.pack(bytes(8 * SCOPES), 0, 0, 0, self._generations[port.index], 0, 0),
+        )
+        entry.ranges += [one for one in port.ranges if one]
+        self._indexes.append(port.index)
+        self._stray_names.discard(port.id)
+        self._writes += 2
+        return True
+
+    def _update(self, table: Table, name: str, items: list[tuple[bytes, bytes]]) -> None:
+        try:
+            table.update(items)
+        except DatapathError as error:
+            if error.errno == errno.E2BIG:
+                raise _full(name) from None
+            raise
+
+    # --- audit ----------------------------------------------------------------------------------
+
+    def matches(self) -> bool:
+        """Whether the tables are, byte for byte, as this writer left them."""
+        tables = self._tables
+        frontends = probe_frontends()
+        members: set[bytes] = set()
+        names: dict[bytes, bytes] = {}
+        dying = [entry.port for entry in self._retired if entry.dying and entry.port]
+        slots = {port.index: port for port in self._ports.values()}
+        raw = tables.read_ports()
+        live = {port.index for port in dying}
+        for index in range(tables.port_entries):
+            port = slots.get(index)
+            at = raw[index * PORT.size : (index + 1) * PORT.size]
+            if port is None:
+                if index not in live and PORT.unpack(at).id:
+                    return False
+                continue
+            if at != port.pack():
+                return False
+            frontends |= port.frontends
+            members |= port.members
+            names[ID.pack(port.id)] = pack_name(port.name)
+            for scope in range(SCOPES):
+                one = port.ranges[scope]
+                if one and tables.read_backends(one.base, one.size) != port.slots[scope]:
+                    return False
+        for port in dying:
+            members |= port.members
+        dying_names = {ID.pack(port.id) for port in dying}
+        return (
+            dict(tables.frontends.items()) == frontends
+            and {key for key, _ in tables.members.items()} == members
+            and {k: v for k, v in tables.names.items() if k not in dying_names} == names
+        )
+
+
+def _without_overlaps(ports: Iterable[Programmed]) -> list[Range]:
+    """The adopted ranges; of two that overlap the later loses its own and is rewritten."""
+    taken: list[Range] = []
+    end = 0
+    every = [
+        (one, port, scope)
+        for port in ports
+        for scope, one in enumerate(port.ranges)
+        if one is not None
+    ]
+    for one, port, scope in sorted(every, key=lambda entry: entry[0]):
+        if one.base < end:
+            port.ranges[scope], port.slots[scope] = None, b""
+        else:
+            taken.append(one)
+            end = one.end
+    return taken
+
+
+def _full(name: str, entries: int = 0, detail: str = "") -> DatapathError:
+    size = f" of {entries}" if entries else ""
+    return DatapathError(
+        "write to map",
+        name,
+        errno.E2BIG,
+        hint=f"the map{size} is full{': ' + detail if detail else ''}; "
+        f"give it more room with --map-size {name}=N",
+    )

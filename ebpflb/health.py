@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two small HTTP servers: health for kubelet and load balancers, metrics for people.
+
+They run in threads of their own and read a clock, so that they turn red also when the loop hangs.
+Answers are kube-proxy's, byte for byte where something parses them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+import structlog
+
+from ebpflb.config import parse_bind_address
+from ebpflb.errors import ConfigError
+from ebpflb.model import Family
+from ebpflb.node import port_holder
+
+_log = structlog.get_logger("health")
+
+BIND_RETRY_S = 5.0
+
+
+class Response(NamedTuple):
+    status: int
+    content_type: str
+    body: bytes
+
+
+Route = Callable[[], Response]
+
+
+class Health:
+    """Healthy unless an update has waited for two sync periods (HZ-03). Any thread may ask."""
+
+    def __init__(self, sync_period_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._limit_s = 2 * sync_period_s
+        self._clock = clock
+        self._queued_at: float | None = None
+        self._updated_at = clock()
+
+    def queued(self) -> None:
+        """An update waits; only the oldest one counts."""
+        if self._queued_at is None:
+            self._queued_at = self._clock()
+
+    def updated(self) -> None:
+        """Everything that waited is in force."""
+        self._queued_at = None
+        self._updated_at = self._clock()
+
+    def healthy(self) -> bool:
+        queued_at = self._queued_at
+        return queued_at is None or self._clock() - queued_at < self._limit_s
+
+    def body(self, *, node_eligible: bool | None) -> dict[str, object]:
+        """HZ-02; ``node_eligible`` None leaves it out, as /livez does."""
+        now = self._clock()
+        healthy = self.healthy()
+        updated = _rfc3339(now if healthy else self._updated_at)
+        body: dict[str, object] = {
+            "lastUpdated": updated,
+            "currentTime": _rfc3339(now),
+            "healthy": healthy,
+        }
+        if node_eligible is not None:
+            body["nodeEligible"] = node_eligible
+        body["status"] = {
+            family.label: {"lastUpdated": updated, "healthy": healthy} for family in Family
+        }
+        return body
+
+
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def text(body: str) -> Response:
+    return Response(HTTPStatus.OK, "text/plain; charset=utf-8", body.encode())
+
+
+def json_response(body: object, status: int = HTTPStatus.OK) -> Response:
+    return Response(status, "application/json", json.dumps(body).encode())
+
+
+class HttpServer:
+    """Serves ``routes`` at ``address`` from a thread; a port that is taken is tried again.
+
+    With ``hard_fail`` the constructor raises ConfigError instead.
+    """
+
+    def __init__(
+        self, flag: str, address: str, routes: Mapping[str, Route], *, hard_fail: bool
+    ) -> None:
+        self._flag = flag
+        self._address = address
+        self._routes = routes
+        self._closing = threading.Event()
+        self._server = self._bind(hard_fail=hard_fail)
+        self._thread = threading.Thread(target=self._run, name=flag.strip("-"), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._server is not None:
+            self._server.shutdown()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._server is None:
+            if self._closing.wait(BIND_RETRY_S):
+                return
+            self._server = self._bind(hard_fail=False, quiet=True)
+        with self._server:
+            if not self._closing.is_set():
+                self._server.serve_forever()
+
+    def _bind(self, *, hard_fail: bool, quiet: bool = False) -> ThreadingHTTPServer | None:
+        host, port = parse_bind_address(self._flag, self._address)
+        try:
+            server = _Server(host, port, self._routes)
+        except OSError as error:
+            holder = port_holder(port)
+            what = f"{self._flag} {self._address}: {error.strerror}"
+            if holder:
+                what += f", {holder} listens there"
+            if hard_fail:
+                raise ConfigError(what) from None
+            if not quiet:
+                _log.error(
+                    "cannot listen; trying again",
+                    flag=self._flag,
+                    address=self._address,
+                    reason=error.strerror,
+                    holder=holder or None,
+                    retry_s=BIND_RETRY_S,
+                )
+            return None
+        if quiet:
+            _log.info("listening", flag=self._flag, address=self._address)
+        return server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        class Handler(_Handler):
+            pass
+
+        Handler.routes = routes
+        super().__init__((host, port), Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    routes: Mapping[str, Route] = {}
+    timeout = 10  # seconds; a client that says nothing must not keep a thread
+
+    def do_GET(self) -> None:
+        route = self.routes.get(self.path.partition("?")[0])
+        answer = route() if route else Response(HTTPStatus.NOT_FOUND, "text/plain", b"not found\n")
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+        """Requests are counted, not logged."""

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent measures, under kube-proxy's names where kube-proxy has one.
+
+The only user of prometheus_client. Both families are programmed by one sync, so what kube-proxy
+labels with a family is told for both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from ebpflb import __version__
+from ebpflb.model import Family
+
+_SYNC_BUCKETS = [0.001 * 2**k for k in range(15)]
+_FINE_BUCKETS = [0.0001 * 2**k for k in range(16)]
+
+MapFill = Mapping[str, tuple[int, int]]
+"""(entries in use, entries in all) by map."""
+
+
+class _Kernel(Collector):
+    """What is asked of the kernel only when somebody scrapes."""
+
+    def __init__(
+        self, counters: Callable[[], Mapping[str, int]], fill: Callable[[], MapFill]
+    ) -> None:
+        self._counters = counters
+        self._fill = fill
+
+    def collect(self) -> Iterable[Metric]:
+        events = CounterMetricFamily(
+            "ebpflb_datapath_events",
+            "What the BPF programs did; foreign_backend must stay 0.",
+            labels=["event"],
+        )
+        for name, value in self._counters().items():
+            events.add_metric([name], value)
+        used = GaugeMetricFamily("ebpflb_map_entries", "Entries in use of a map.", labels=["map"])
+        size = GaugeMetricFamily("ebpflb_map_max_entries", "Entries of a map.", labels=["map"])
+        for name, (entries, limit) in self._fill().items():
+            used.add_metric([name], entries)
+            size.add_metric([name], limit)
+        return [events, used, size]
+
+
+class Metrics:
+    """One registry; ``exposition`` is what /metrics answers."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: Iterable[str] = ()) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        sync = "kubeproxy_sync_proxy_rules"
+        self._duration = Histogram(
+            f"{sync}_duration_seconds",
+            "How long a sync took.",
+            ["ip_family"],
+            buckets=_SYNC_BUCKETS,
+            registry=registry,
+        )
+        self._last = gauge(
+            f"{sync}_last_timestamp_seconds", "When a sync last succeeded.", ["ip_family"]
+        )
+        self._queued = gauge(
+            f"{sync}_last_queued_timestamp_seconds",
+            "When a sync was last asked for.",
+            ["ip_family"],
+        )
+        self._changes = {
+            kind: counter(f"{sync}_{word}_changes", f"Changes of {kind}s seen.")
+            for kind, word in (("Service", "service"), ("EndpointSlice", "endpoint"))
+        }
+        self._pending = {
+            kind: gauge(f"{sync}_{word}_changes_pending", f"Changes of {kind}s not yet synced.")
+            for kind, word in (("Service", "service"), ("EndpointSlice", "endpoint"))
+        }
+        self._fine_duration = Histogram(
+            "ebpflb_sync_duration_seconds",
+            "How long a sync took, from 0.1 ms.",
+            buckets=_FINE_BUCKETS,
+            registry=registry,
+        )
+        self._writes = counter("ebpflb_map_writes", "Map entries written or deleted by syncs.")
+        self._repairs = counter(
+            "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
+        )
+        self._audits = counter("ebpflb_audits", "Audits made.")
+        self._failures = counter(
+            "ebpflb_map_write_failures", "Writes that failed.", ["map", "errno"]
+        )
+        self._service_ports = gauge("ebpflb_service_ports", "Service ports that are planned.")
+        self._failed = gauge(
+            "ebpflb_service_ports_failed", "Service ports that could not be programmed as planned."
+        )
+        self._rejected = gauge(
+            "ebpflb_objects_rejected", "Objects that are not served, wholly or in part."
+        )
+        self.healthz = counter("kubeproxy_proxy_healthz", "Answers of /healthz.", ["code"])
+        self.livez = counter("kubeproxy_proxy_livez", "Answers of /livez.", ["code"])
+        mode = gauge("ebpflb_build_info", "Version and mode; always 1.", ["version", "mode"])
+        mode.labels(__version__, "ebpf").set(1)
+
+    def watch_kernel(
+        self, counters: Callable[[], Mapping[str, int]], fill: Callable[[], MapFill]
+    ) -> None:
+        """Ask these functions at each scrape, from the server's thread."""
+        self._registry.register(_Kernel(counters, fill))
+
+    def event(self, kind: str) -> None:
+        """An API object of ``kind`` changed and waits for a sync."""
+        now = time.time()
+        if kind in self._changes:
+            self._changes[kind].inc()
+            self._pending[kind].inc()
+        for family in Family:
+            self._queued.labels(family.label).set(now)
+
+    def synced(self, duration_s: float, *, writes: int, service_ports: int, failed: int) -> None:
+        now = time.time()
+        for family in Family:
+            self._duration.labels(family.label).observe(duration_s)
+            self._last.labels(family.label).set(now)
+        self._fine_duration.observe(duration_s)
+        for pending in self._pending.values():
+            pending.set(0)
+        self._writes.inc(writes)
+        self._service_ports.set(service_ports)
+        self._failed.set(failed)
+
+    def failure(self, thing: str, errno: str) -> None:
+        self._failures.labels(thing, errno).inc()
+
+    def rejected(self, objects: int) -> None:
+        self._rejected.set(objects)
+
+    def audited(self, repairs: int) -> None:
+        self._audits.inc()
+        self._repairs.inc(repairs)
+
+    def exposition(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)

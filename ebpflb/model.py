@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that flow from the sources through the planner to a datapath.
+
+Plain frozen values, no behaviour beyond reading and printing themselves. This file must not know
+where an object came from, what a map looks like, or what time it is.
+
+Addresses have one form everywhere: 16 bytes in network order, IPv4 as ``::ffff:a.b.c.d``.
+Ports are plain integers in host order, 1 to 65535.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from collections.abc import Mapping
+from typing import NewType
+
+import msgspec
+
+Address = NewType("Address", bytes)
+"""16 bytes, network order; IPv4 in its mapped form."""
+
+_V4_PREFIX = bytes(10) + b"\xff\xff"
+_DECIMAL_OCTET_MAX_LEN = 16
+
+
+class Family(enum.IntEnum):
+    """The two address families; the number is the IP version, ``label`` is Kubernetes' word."""
+
+    IPV4 = 4
+    IPV6 = 6
+
+    @property
+    def label(self) -> str:
+        return "IPv4" if self is Family.IPV4 else "IPv6"
+
+
+def parse_address(text: str) -> Address:
+    """Read an IPv4 or IPv6 address as Kubernetes' own sloppy parser does.
+
+    Leading zeros in an IPv4 octet are decimal (FAM-09), an IPv4-mapped IPv6 address is the IPv4
+    address. Raises ValueError, naming the text, for anything else, zone ids included.
+    """
+    if "%" in text:
+        raise ValueError(f"{text!r} carries a zone")
+    if ":" not in text:
+        octets = text.split(".")
+        if len(octets) != 4 or not all(
+            o.isascii() and o.isdigit() and len(o) <= _DECIMAL_OCTET_MAX_LEN and int(o) <= 255
+            for o in octets
+        ):
+            raise ValueError(f"{text!r} is no IP address")
+        return Address(_V4_PREFIX + bytes(int(o) for o in octets))
+    try:
+        return Address(ipaddress.IPv6Address(text).packed)
+    except ValueError:
+        raise ValueError(f"{text!r} is no IP address") from None
+
+
+def is_canonical(text: str) -> bool:
+    """Whether ``text`` is how a current API server would let an address be written."""
+    try:
+        return format_address(parse_address(text)) == text
+    except ValueError:
+        return False
+
+
+def format_address(address: bytes) -> str:
+    """``10.0.0.1`` or ``fd00::1``; raises ValueError when not 16 bytes long."""
+    if address[:12] == _V4_PREFIX:
+        return ".".join(map(str, address[12:16]))
+    return str(ipaddress.IPv6Address(bytes(address)))
+
+
+def format_endpoint(address: bytes, port: int) -> str:
+    """``10.0.0.1:80`` or ``[fd00::1]:80``."""
+    text = format_address(address)
+    return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+
+
+def family_of(address: bytes) -> Family:
+    """Tell the family of 16 bytes; mapped addresses are IPv4."""
+    return Family.IPV4 if address[:12] == _V4_PREFIX else Family.IPV6
+
+
+class Protocol(enum.IntEnum):
+    """The transport protocols of a Service, by their IP protocol numbers."""
+
+    TCP = 6
+    UDP = 17
+    SCTP = 132
+
+
+class Policy(enum.Enum):
+    """A traffic policy: every endpoint, or only those on this node."""
+
+    CLUSTER = "Cluster"
+    LOCAL = "Local"
+
+
+class FrontendKind(enum.Enum):
+    """Why clients dial this address; values are the words of ``service list``."""
+
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    EXTERNAL_IP = "ExternalIP"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+# --- API objects, only the fields that are read ------------------------------------------------
+
+
+class ObjectKey(msgspec.Struct, frozen=True, order=True, gc=False):
+    """Names one API object: ``Service default/web``."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        where = f"{self.namespace}/{self.name}" if self.namespace else self.name
+        return f"{self.kind} {where}"
+
+
+class ServicePort(msgspec.Struct, frozen=True, gc=False):
+    """One entry of a Service's ``ports``."""
+
+    name: str
+    protocol: Protocol
+    port: int
+
+
+class Service(msgspec.Struct, frozen=True, gc=False):
+    """A Service, checked field by field; what was wrong with it stands in ``problems``.
+
+    ``created`` is the RFC 3339 creation time as text ("" where unknown); such texts sort by time.
+    ``affinity_s`` is the ClientIP time-out, 0 without affinity.
+    """
+
+    namespace: str
+    name: str
+    created: str
+    cluster_ips: tuple[Address, ...]
+    ports: tuple[ServicePort, ...]
+    affinity_s: int = 0
+    internal_policy: Policy = Policy.CLUSTER
+    external_policy: Policy = Policy.CLUSTER
+    socket_lb: bool = True
+    problems: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> ObjectKey:
+        return ObjectKey("Service", self.namespace, self.name)
+
+
+class SlicePort(msgspec.Struct, frozen=True, gc=False):
+    """One entry of a slice's ``ports``; ``port`` is where its endpoints listen."""
+
+    name: str
+    protocol: Protocol
+    port: int
+
+
+class EndpointState(enum.IntEnum):
+    """What an endpoint's conditions come to (EP-05, TOP-13); the higher is preferred (EP-02)."""
+
+    UNUSABLE = 0
+    TERMINATING = 1  # serving and terminating: takes new connections where nothing is ready
+    READY = 2
+
+
+class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
+    """A slice, checked field by field; what was wrong with it stands in ``problems``.
+
+    All its endpoints are of one ``family``. They are columns of one length, because there may be
+    100,000 of them: endpoint i is at ``addresses[i]`` (its first address) on node ``nodes[i]``
+    ("" where unknown) and in the EndpointState ``states[i]``.
+    """
+
+    namespace: str
+    name: str
+    service: str
+    family: Family
+    ports: tuple[SlicePort, ...]
+    addresses: tuple[Address, ...]
+    nodes: tuple[str, ...]
+    states: bytes
+    problems: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> ObjectKey:
+        return ObjectKey("EndpointSlice", self.namespace, self.name)
+
+
+class Node(msgspec.Struct, frozen=True, gc=False):
+    """This node. Only what planning reads."""
+
+    name: str
+    zone: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> ObjectKey:
+        return ObjectKey("Node", "", self.name)
+
+
+ApiObject = Service | EndpointSlice | Node
+
+
+# --- events, from a source to the agent ----------------------------------------------------------
+
+
+class Upserted(msgspec.Struct, frozen=True, gc=False):
+    """``obj`` exists, in this state, from now on."""
+
+    obj: ApiObject
+
+
+class Deleted(msgspec.Struct, frozen=True, gc=False):
+    """There is no such object (any more)."""
+
+    key: ObjectKey
+
+
+class Refused(msgspec.Struct, frozen=True, gc=False):
+    """The object exists but cannot be read at all; it counts as absent until it is mended."""
+
+    key: ObjectKey
+    reason: str
+
+
+class Synced(msgspec.Struct, frozen=True, gc=False):
+    """All objects that existed when the source began have been told."""
+
+
+Event = Upserted | Deleted | Refused | Synced
+
+
+# --- the plan, from the planner to a datapath ----------------------------------------------------
+
+
+class ServicePortName(msgspec.Struct, frozen=True, gc=False):
+    """Identity of a service port in one family (PORT-01, FAM-01: the families are independent).
+
+    ``port`` is its name, "" where it has none.
+    """
+
+    namespace: str
+    name: str
+    port: str
+    protocol: Protocol
+    family: Family
+
+    def __str__(self) -> str:
+        """``ns/name:port``, and ``ns/name`` for an unnamed port."""
+        return f"{self.namespace}/{self.name}" + (f":{self.port}" if self.port else "")
+
+    def __lt__(self, other: ServicePortName) -> bool:
+        return self.sort_key < other.sort_key
+
+    @property
+    def sort_key(self) -> tuple[str, str, str, int, int]:
+        return (self.namespace, self.name, self.port, self.protocol.value, self.family.value)
+
+
+class Frontend(msgspec.Struct, frozen=True, gc=False):
+    """What clients dial."""
+
+    address: Address
+    port: int
+    protocol: Protocol
+    kind: FrontendKind
+
+
+class Backend(msgspec.Struct, frozen=True, gc=False):
+    """What a frontend selects. ``local``: it runs on this node."""
+
+    address: Address
+    port: int
+    local: bool
+    terminating: bool
+
+
+class Verdict(enum.Enum):
+    """What becomes of a new connection in one scope."""
+
+    FORWARD = "forward"
+    REJECT = "reject"  # no endpoint anywhere: NOEP-01, -02, -03
+    DROP = "drop"  # endpoints exist, none that the policy allows: NOEP-04, -05
+
+
+class Selection(msgspec.Struct, frozen=True, gc=False):
+    """Where new connections of one scope go. ``backends`` is empty unless FORWARD, and sorted."""
+
+    verdict: Verdict
+    backends: tuple[Backend, ...]
+
+
+class PlannedPort(msgspec.Struct, frozen=True, gc=False):
+    """All that a datapath must know of one service port.
+
+    ``internal`` is for the ClusterIP, ``external`` for NodePorts, external and load-balancer
+    addresses (None where the service port has none of them). ``draining`` serve open connections
+    only. ``socket_lb`` False: the socket path must leave its frontends alone.
+    """
+
+    name: ServicePortName
+    frontends: tuple[Frontend, ...]
+    internal: Selection
+    external: Selection | None
+    draining: tuple[Backend, ...]
+    affinity_s: int
+    internal_policy: Policy
+    external_policy: Policy
+    socket_lb: bool = True
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What this node should do, whole: one entry for each service port that is served."""
+
+    ports: Mapping[ServicePortName, PlannedPort]
+
+
+class Rejected(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An object, or a part of it, that is not served, and why. Its other parts are."""
+
+    key: ObjectKey
+    reason: str

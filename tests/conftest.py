@@ -1,0 +1,72 @@
+"""What holds for every test: its marker, what it needs, and when a skip is a failure.
+
+Fixtures of one kind of test belong into that folder's own conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+HERE = Path(__file__).parent
+FOLDERS = frozenset({"unit", "property", "scenario", "bpf", "netns", "apiserver", "e2e", "bench"})
+ROOT_FOLDERS = frozenset({"bpf", "netns", "e2e", "bench"})
+
+IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
+EXCUSE = "kernel lacks "
+
+# No deadline: the time that one example takes says more about the machine's neighbours than us.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=300, print_blob=True)
+hypothesis.settings.load_profile("ci" if IN_CI else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test its folder's marker, and skip what needs root where there is none."""
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in FOLDERS:
+            item.add_marker(folder)
+        if folder in ROOT_FOLDERS:
+            item.add_marker("root")
+        if os.geteuid() != 0 and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root: sudo make test"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a test's skip into a failure where it could have run."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _fail_unless_excused(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Turn a whole module's skip into a failure where it could have run."""
+    report = yield
+    if report.skipped:
+        _fail_unless_excused(report)
+    return report
+
+
+def _fail_unless_excused(report: pytest.TestReport | pytest.CollectReport) -> None:
+    longrepr = report.longrepr
+    reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if IN_CI and not reason.startswith(EXCUSE):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"skipped, and CI is set: {reason}\n"
+            f"(there a skip is a failure unless its reason begins with {EXCUSE!r})"
+        )
