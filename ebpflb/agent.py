@@ -151,7 +151,7 @@ class Loop:
         try:
             report = datapath.sync(update.plan, None if first else changed)
         except DatapathError as error:
-            if error.exit_code == 3:
+            if error.fatal:
                 raise
             self._first = True  # compare everything next time
             self._fail(error)

@@ -361,7 +361,7 @@ class Writer:
         self._set_fields(port, encoded)
         for scope, slots in enumerate(encoded.scopes):
             used = port.ranges[INTERNAL if encoded.shared else scope]
-            word = Word(used.base if used and slots.active else 0, slots.active, slots.flags).pack()
+            word = Word(used.base if used else 0, slots.active, slots.flags).pack()
             if word != port.words[scope]:
                 self._tables.publish(port.index, scope, word)
                 port.words[scope] = word
