@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from http import HTTPStatus
+from typing import NoReturn
 
 import structlog
 
@@ -145,7 +146,7 @@ class Loop:
         changed = set(update.changed)
         if woken:
             changed |= self._waiting
-        if retry:
+        if woken or retry:  # what was released may be the room that was missing
             changed |= self._failed.keys()
         first, self._first = self._first, False
         try:
@@ -260,7 +261,9 @@ def _routes(
 
 
 @contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
+def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions."""
+
     def on_signal(number: int, _frame: object) -> None:
         _log.info("stopping; the data path stays", signal=signal.Signals(number).name)
         stop()
@@ -273,6 +276,10 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end() -> NoReturn:
+    raise SystemExit(0)
 
 
 def run(config: Config) -> None:
@@ -306,7 +313,7 @@ def run(config: Config) -> None:
     )
     health_routes, metrics_routes = _routes(health, metrics, loop, "ebpf")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_signals(loop.stop))
+        stack.enter_context(_on_signal(_end))  # a start may wait for the lock for long
         for flag, address, routes in (
             ("--healthz-bind-address", config.healthz_bind_address, health_routes),
             ("--metrics-bind-address", config.metrics_bind_address, metrics_routes),
@@ -316,7 +323,8 @@ def run(config: Config) -> None:
                 stack.callback(server.close)
         source = ManifestSource(config.manifests, loop.put, notice=_notice)
         datapath = stack.enter_context(start_ebpf(options, loop.wake))
-        metrics.watch_kernel(datapath.counters, datapath.fill)
+        stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
+        stack.enter_context(_on_signal(loop.stop))
         source.start()
         stack.callback(source.stop)
         loop.run(datapath)

@@ -7,8 +7,10 @@ labels with a family is told for both.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from prometheus_client import (
     CollectorRegistry,
@@ -40,8 +42,19 @@ class _Kernel(Collector):
     ) -> None:
         self._counters = counters
         self._fill = fill
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Ask no more; a scrape that is under way has ended when this returns."""
+        with self._lock:
+            self._closed = True
 
     def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            return [] if self._closed else self._collect()
+
+    def _collect(self) -> list[Metric]:
         events = CounterMetricFamily(
             "ebpflb_datapath_events",
             "What the BPF programs did; foreign_backend must stay 0.",
@@ -121,11 +134,18 @@ class Metrics:
         mode = gauge("ebpflb_build_info", "Version and mode; always 1.", ["version", "mode"])
         mode.labels(__version__, "ebpf").set(1)
 
-    def watch_kernel(
+    @contextmanager
+    def watching_kernel(
         self, counters: Callable[[], Mapping[str, int]], fill: Callable[[], MapFill]
-    ) -> None:
-        """Ask these functions at each scrape, from the server's thread."""
-        self._registry.register(_Kernel(counters, fill))
+    ) -> Iterator[None]:
+        """Ask these functions at each scrape, from the server's thread, until this ends."""
+        kernel = _Kernel(counters, fill)
+        self._registry.register(kernel)
+        try:
+            yield
+        finally:
+            self._registry.unregister(kernel)
+            kernel.close()
 
     def event(self, kind: str) -> None:
         """An API object of ``kind`` changed and waits for a sync."""

@@ -140,7 +140,8 @@ class Attachment:
             finally:
                 os.close(fd)
             if ids and not flags & _ALLOW_MULTI:
-                names = ", ".join(f"{_prog_name(one) or '?'} (id {one})" for one in ids)
+                infos = [(one, _prog_info(one)) for one in ids]
+                names = ", ".join(f"{info.name if info else '?'} (id {i})" for i, info in infos)
                 return f"the program {names} is on {cgroup}"
         return ""
 
@@ -149,38 +150,39 @@ class Attachment:
         return [self._look(hook) for hook in HOOKS]
 
     def _look(self, hook: Hook) -> Attached:
-        def is_(problem: str, prog_id: int = 0, name: str = "") -> Attached:
-            return Attached(hook.name, prog_id, name, frozenset(), problem)
-
         try:
             link_fd = libbpf.obj_get(str(self._links / hook.name))
         except DatapathError as error:
             if error.errno == errno.ENOENT:
-                return is_("not attached")
+                return Attached(hook.name, 0, "", frozenset(), "not attached")
             raise
         try:
-            if libbpf.fd_kind(link_fd) not in ("bpf_link", "bpf-link"):
-                return is_(f"the pin is a {libbpf.fd_kind(link_fd)}")
+            kind = libbpf.fd_kind(link_fd)
+            if kind not in ("bpf_link", "bpf-link"):
+                return Attached(hook.name, 0, "", frozenset(), f"the pin is a {kind}")
             link = libbpf.link_info(link_fd)
         finally:
             os.close(link_fd)
+        info = _prog_info(link.prog_id)
+        return Attached(
+            hook.name,
+            link.prog_id,
+            info.name if info else "",
+            info.map_ids if info else frozenset(),
+            self._problem(hook, link),
+        )
+
+    def _problem(self, hook: Hook, link: libbpf.LinkInfo) -> str:
+        """What is wrong with a link at ``hook``'s place, "" where nothing is."""
         if link.attach_type != hook.attach_type:
-            return is_("the pinned link is for another hook")
+            return "the pinned link is for another hook"
         if link.cgroup_id == 0:
-            return is_("its cgroup is gone", link.prog_id)
+            return "its cgroup is gone"
         try:
-            if link.cgroup_id != self._cgroup.stat().st_ino:
-                return is_(f"attached to another cgroup than {self._cgroup}", link.prog_id)
-            prog_fd = libbpf.prog_by_id(link.prog_id)
+            ours = self._cgroup.stat().st_ino
         except OSError:
-            return is_(f"{self._cgroup} is gone", link.prog_id)
-        except DatapathError as error:
-            return is_(str(error), link.prog_id)
-        try:
-            info = libbpf.prog_info(prog_fd)
-        finally:
-            os.close(prog_fd)
-        return Attached(hook.name, info.id, info.name, info.map_ids, "")
+            return f"{self._cgroup} is gone"
+        return "" if link.cgroup_id == ours else f"attached to another cgroup than {self._cgroup}"
 
     def differences(self) -> list[Difference]:
         """Each hook that does not run a program of ours."""
@@ -191,13 +193,13 @@ class Attachment:
         ]
 
 
-def _prog_name(prog_id: int) -> str:
+def _prog_info(prog_id: int) -> libbpf.ProgInfo | None:
     try:
         fd = libbpf.prog_by_id(prog_id)
     except DatapathError:
-        return ""
+        return None  # it went meanwhile
     try:
-        return libbpf.prog_info(fd).name
+        return libbpf.prog_info(fd)
     finally:
         os.close(fd)
 

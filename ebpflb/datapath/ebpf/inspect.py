@@ -23,7 +23,9 @@ from typing import Any, Final
 
 import msgspec
 
+from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.maps import Map, PinFolder
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
@@ -688,7 +690,7 @@ class Inspector:
                 max_entries=None if name in NOT_LISTABLE else one.max_entries,
                 bytes=libbpf.map_memory(one.fd),
             )
-            for name, one in self._maps.items()
+            for name, one in ((name, self._maps[name]) for name in abi.MAPS)
         ]
 
     def _count(self, one: Map) -> int | None:
@@ -714,23 +716,32 @@ class Inspector:
             one.close()
 
 
+def is_there(pin_path: Path) -> bool:
+    """Whether there is such a folder. Raises DatapathError, fatal where it may not be read."""
+    try:
+        with os.scandir(pin_path):
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        forbidden = error.errno in (errno.EACCES, errno.EPERM)
+        raise DatapathError(
+            "read",
+            str(pin_path),
+            error.errno or 0,
+            hint="needs root" if forbidden else "",
+            fatal=forbidden,
+        ) from None
+
+
 @contextmanager
 def opened(pin_path: Path) -> Iterator[Inspector]:
     """The maps that are pinned there.
 
     Raises DatapathError: nothing is pinned, another version is, or (fatal) it may not be read.
     """
-    try:
-        with os.scandir(pin_path):
-            pass
-    except PermissionError as error:
-        raise DatapathError(
-            "read", str(pin_path), error.errno or 0, hint="needs root", fatal=True
-        ) from None
-    except FileNotFoundError:
-        raise _nothing(pin_path) from None
-    except OSError as error:
-        raise DatapathError("read", str(pin_path), error.errno or 0) from None
+    if not is_there(pin_path):
+        raise _nothing(pin_path)
     if not any(path.name.rpartition("-")[0] in abi.MAPS for path in pin_path.iterdir()):
         raise _nothing(pin_path)
     inspector = Inspector(PinFolder(pin_path).open_existing())
@@ -749,7 +760,19 @@ def _nothing(pin_path: Path) -> DatapathError:
     )
 
 
-# --- who writes the maps -------------------------------------------------------------------------
+# --- who runs on the maps, and who writes them --------------------------------------------------
+
+
+def foreign_maps(kernel: Inspector, attachment: Attachment) -> list[Difference]:
+    """Each hook whose program runs on other maps than those that are pinned."""
+    ours = kernel.map_ids()
+    return [
+        Difference(
+            "", f"hook {one.hook}", "maps", "those pinned", f"program {one.prog_id} uses others"
+        )
+        for one in attachment.look()
+        if not one.problem and not one.map_ids <= ours
+    ]
 
 
 class Holder(msgspec.Struct, frozen=True):

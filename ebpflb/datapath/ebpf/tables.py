@@ -305,7 +305,8 @@ def read_frontends(tables: Tables) -> tuple[FrontendEntry, ...]:
 
 def read_members(tables: Tables) -> tuple[MemberEntry, ...]:
     entries = []
-    for key, _ in tables.members.items():
+    for entry in tables.members.items():
+        key = entry[0]
         member: Any = MEMBER_KEY.unpack(key)
         entries.append(
             MemberEntry(key, member.id, member.address, int.from_bytes(member.port), member.role)

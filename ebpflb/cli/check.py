@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ebpflb check``: what the source says against what the kernel does; every difference.
+
+Plans with the agent's own planner and compares with the agent's own audit, but repairs nothing.
+The agent may be at work meanwhile, so only what differs at several looks in a row counts. This
+file must not know what a plan or a map looks like.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+
+from ebpflb.cli import options, render
+from ebpflb.cli.render import Cell, Column, Styled
+from ebpflb.datapath.base import Difference
+from ebpflb.datapath.ebpf import audit, inspect
+from ebpflb.datapath.ebpf.attach import Attachment
+from ebpflb.datapath.ebpf.inspect import Inspector
+from ebpflb.errors import ConfigError
+from ebpflb.model import Plan, Rejected
+
+LOOKS: Final = 4
+LOOK_INTERVAL_S: Final = 0.5
+"""A sync and the grace period behind it are over long before the last look."""
+
+
+class Truth(msgspec.Struct, frozen=True):
+    """What the source says: the plan of it, and what of it is not served."""
+
+    plan: Plan
+    rejected: tuple[Rejected, ...]
+
+
+@click.command()
+@click.option(
+    "--manifests",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The source of truth: a folder of YAML or JSON files.  [default: the agent's]",
+)
+@click.option(
+    "--hostname-override",
+    metavar="NAME",
+    help="The name of this node.  [default: as the agent was told, or the host's name]",
+)
+@options.output("table", "json")
+@options.pin_path
+@options.cgroup
+def check(
+    *,
+    manifests: Path | None,
+    hostname_override: str | None,
+    output: str,
+    pin_path: Path,
+    cgroup: Path | None,
+) -> None:
+    """Compare what this node should do with what its maps and hooks do.
+
+    Prints every difference and exits 1 if there is one. Changes nothing. What is not told is taken
+    from what the agent left in the maps. A difference that goes away within two seconds is a sync
+    that was under way, and is not one.
+    """
+    with inspect.opened(pin_path) as kernel:
+        left = kernel.settings().options
+        directory = _source(manifests, left)
+        node = _node(hostname_override, left)
+        attachment = Attachment(pin_path, options.chosen_cgroup(cgroup, left))
+        notes = _Notes()
+        truth = load_truth(directory, node, notes)
+        found = lasting(lambda: _look(directory, node, kernel, attachment))
+    notes.say(truth.rejected)
+    if output == "json":
+        render.print_json(found)
+    elif found:
+        _print_table(found)
+    else:
+        _print_agreement(truth.plan)
+    if found:
+        raise click.exceptions.Exit(1)
+
+
+def _source(told: Path | None, left: Mapping[str, object]) -> Path:
+    if told is not None:
+        return told
+    known = left.get("manifests")
+    if isinstance(known, str) and known:
+        return Path(known)
+    raise ConfigError(
+        "--manifests: nothing to compare with: no source is given, and no agent has left word of "
+        "its own in the maps"
+    )
+
+
+def _node(told: str | None, left: Mapping[str, object]) -> str:
+    from ebpflb.config import node_name
+
+    known = left.get("hostname")
+    if told is None and isinstance(known, str) and known:
+        return known
+    return node_name(told)
+
+
+def load_truth(directory: Path, node: str, notice: Callable[..., None]) -> Truth:
+    """Read the source once and plan it. Raises ConfigError where it cannot be read."""
+    from ebpflb.planner.plan import Planner
+    from ebpflb.sources import manifests
+
+    planner = Planner(node)
+    for event in manifests.load(directory, notice):
+        planner.apply(event)
+    return Truth(planner.update().plan, planner.rejected)
+
+
+def _look(
+    directory: Path, node: str, kernel: Inspector, attachment: Attachment
+) -> list[Difference]:
+    truth = load_truth(directory, node, _silent)
+    found = audit.differences(truth.plan, kernel.fresh_snapshot())
+    return [*found, *attachment.differences(), *inspect.foreign_maps(kernel, attachment)]
+
+
+def lasting(
+    look: Callable[[], list[Difference]], *, sleep: Callable[[float], None] = time.sleep
+) -> list[Difference]:
+    """What ``look`` finds each time; it is asked once where it finds nothing."""
+    found = look()
+    for _ in range(LOOKS - 1):
+        if not found:
+            break
+        sleep(LOOK_INTERVAL_S)
+        again = set(look())
+        found = [one for one in found if one in again]
+    return sorted(found)
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _silent(_event: str, /, **_fields: object) -> None:
+    """What a second reading of the source has to say was said by the first."""
+
+
+class _Notes:
+    """What the source could not read, told once and on standard error."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def __call__(self, event: str, /, **fields: object) -> None:
+        facts = ", ".join(f"{key} {value}" for key, value in fields.items() if value)
+        self._lines.append(f"{event.replace('_', ' ')}: {facts}")
+
+    def say(self, rejected: tuple[Rejected, ...]) -> None:
+        for line in self._lines:
+            click.echo(f"Note: {line}", err=True)
+        for one in rejected:
+            click.echo(f"Note: not served: {one.key}: {one.reason}", err=True)
+
+
+def _print_table(found: list[Difference]) -> None:
+    columns = [
+        Column("SERVICE", style="bold"),
+        Column("WHERE", rigid=True),
+        Column("WHAT"),
+        Column("EXPECTED"),
+        Column("ACTUAL"),
+    ]
+    rows: list[list[Cell]] = [
+        [
+            one.service or "-",
+            one.where,
+            one.what,
+            Styled(one.expected, "green") if one.expected else "-",
+            Styled(one.actual, "red") if one.actual else "-",
+        ]
+        for one in found
+    ]
+    render.print_table(columns, rows)
+    click.echo(f"{len(found)} {'difference' if len(found) == 1 else 'differences'}.", err=True)
+
+
+def _print_agreement(plan: Plan) -> None:
+    ports = {(str(name), name.protocol) for name in plan.ports}
+    backends = {
+        (str(name), name.protocol, backend.address, backend.port)
+        for name, planned in plan.ports.items()
+        for selection in (planned.internal, planned.external)
+        if selection is not None
+        for backend in (*selection.backends, *planned.draining)
+    }
+    render.print_line(
+        f"no difference: {len(ports)} service port{'' if len(ports) == 1 else 's'}, "
+        f"{len(backends)} backend{'' if len(backends) == 1 else 's'}"
+    )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ebpflb cleanup``: takes all that is ours off this node.
+
+Links go first, so that no program meets half of its maps. What is not ours stays. This file must
+not know how it got there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+
+from ebpflb.cli import options, render
+from ebpflb.cli.render import Styled
+from ebpflb.datapath.ebpf import abi, inspect, libbpf
+from ebpflb.datapath.ebpf.attach import HOOKS, Attachment, cgroup2_root
+from ebpflb.datapath.ebpf.maps import LINKS, PinFolder
+from ebpflb.errors import DatapathError
+
+_DETACH_TIMEOUT_S: Final = 2.0
+_DETACH_POLL_S: Final = 0.01
+_NAMED: Final = 5
+
+_MAP_PIN = re.compile(r"[a-z][a-z0-9_]*-[0-9a-f]{12}")
+"""``NAME-DIGEST``; other versions may have had maps that this one has not."""
+
+
+class _Contents(NamedTuple):
+    """What lies in a pin folder, in the order in which it is to go."""
+
+    links: tuple[Path, ...]
+    maps: tuple[Path, ...]
+    foreign: tuple[Path, ...]
+
+
+@click.command()
+@options.pin_path
+@options.cgroup
+def cleanup(*, pin_path: Path, cgroup: Path | None) -> None:
+    """Detach the programs, and remove the maps and their folder.
+
+    An agent must not be running. Afterwards Services are no longer translated on this node. Where
+    there is nothing to remove, that is said and is no error.
+    """
+    if not inspect.is_there(pin_path):
+        render.print_line(f"Nothing to remove: {pin_path} does not exist.")
+        return
+    folder = PinFolder(pin_path)
+    folder.require_bpffs()
+    with folder.lock(lambda _holder: None, wait=False):
+        contents = _look(pin_path)
+        running = _running(pin_path, cgroup)
+        _remove((*contents.links, *contents.maps))
+        attached = _still_attached(running, cgroup)
+        if not contents.foreign:
+            _remove_folders(pin_path)
+    _report(pin_path, contents)
+    if attached:
+        raise DatapathError(
+            "detach",
+            ", ".join(attached),
+            hint="the link is removed, but the program still runs: another process holds the link",
+        )
+    if contents.foreign:
+        raise DatapathError(
+            "remove",
+            str(pin_path),
+            hint=f"not ours, and left alone: {_names(pin_path, contents.foreign)}; "
+            "move it away and run cleanup again",
+        )
+
+
+def _look(pin_path: Path) -> _Contents:
+    links: list[Path] = []
+    maps: list[Path] = []
+    foreign: list[Path] = []
+    hooks = {hook.name for hook in HOOKS}
+    for path in sorted(pin_path.iterdir()):
+        if path.name == LINKS and path.is_dir():
+            for inner in sorted(path.iterdir()):
+                (links if inner.name in hooks else foreign).append(inner)
+        elif _is_map_pin(path):
+            maps.append(path)
+        else:
+            foreign.append(path)
+    order = [hook.name for hook in reversed(HOOKS)]  # new connections first, replies last
+    links.sort(key=lambda path: order.index(path.name))
+    return _Contents(tuple(links), tuple(maps), tuple(foreign))
+
+
+def _is_map_pin(path: Path) -> bool:
+    if not _MAP_PIN.fullmatch(path.name) or path.is_dir():
+        return False
+    try:
+        fd = libbpf.obj_get(str(path))
+    except DatapathError as error:
+        if error.errno == errno.EPERM:
+            raise
+        return False  # what libbpf cannot open, nobody of ours has made
+    try:
+        return libbpf.fd_kind(fd) == "bpf-map" or path.name.rpartition("-")[0] in abi.MAPS
+    finally:
+        os.close(fd)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise DatapathError("remove", str(path), error.errno or 0) from None
+
+
+def _remove_folders(pin_path: Path) -> None:
+    for folder in (pin_path / LINKS, pin_path):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise DatapathError("remove", str(folder), error.errno or 0) from None
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def _cgroup(told: Path | None) -> Path | None:
+    if told is not None:
+        return told
+    try:
+        return cgroup2_root()
+    except DatapathError:
+        return None
+
+
+def _running(pin_path: Path, told: Path | None) -> Mapping[str, int]:
+    """The programs that our links run, by hook."""
+    where = _cgroup(told)
+    if where is None:
+        return {}
+    looked = Attachment(pin_path, where).look()
+    return {one.hook: one.prog_id for one in looked if one.prog_id and not one.problem}
+
+
+def _still_attached(running: Mapping[str, int], told: Path | None) -> list[str]:
+    """Hooks at which those programs run on; the kernel takes a moment to let a link go."""
+    where = _cgroup(told)
+    if where is None or not running:
+        return []
+    fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        until = time.monotonic() + _DETACH_TIMEOUT_S
+        while True:
+            left = [
+                hook.name
+                for hook in HOOKS
+                if hook.name in running
+                and running[hook.name] in libbpf.cgroup_programs(fd, hook.attach_type)[0]
+            ]
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(_DETACH_POLL_S)
+    finally:
+        os.close(fd)
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _report(pin_path: Path, contents: _Contents) -> None:
+    if not contents.links and not contents.maps:
+        render.print_line(f"Removed the empty folder {pin_path}.")
+        return
+    if contents.links:
+        render.print_line(
+            Styled("detached  ", "bold"), " ".join(path.name for path in contents.links)
+        )
+    if contents.maps:
+        names = " ".join(path.name.rpartition("-")[0] for path in contents.maps)
+        render.print_line(Styled("removed   ", "bold"), names)
+    if not contents.foreign:
+        render.print_line(Styled("removed   ", "bold"), str(pin_path))
+    if contents.links:
+        render.print_line(
+            "Services are no longer translated on this node: new connections to them fail unless "
+            "something else, as kube-proxy, serves them. Open TCP connections go on; UDP sockets "
+            "that send to a Service reach it no more."
+        )
+
+
+def _names(pin_path: Path, paths: Sequence[Path]) -> str:
+    names = [str(path.relative_to(pin_path)) for path in paths]
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ebpflb map dump``: the kernel's maps as they are, with names in place of numbers.
+
+No agent is asked and none is needed. This file must not know what the maps should hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ebpflb.cli import options, render
+from ebpflb.cli.render import Cell, Column, Styled
+from ebpflb.datapath.ebpf import abi, inspect
+from ebpflb.datapath.ebpf.inspect import (
+    DUMPABLE,
+    NOT_LISTABLE,
+    OF_SERVICES,
+    Inspector,
+    PortRow,
+    Row,
+    SettingsRow,
+)
+from ebpflb.errors import DatapathError
+
+_QUESTION = re.compile(r"/\* (.*?) \*/\n(?:MAP\(\"\w+\", |SOCKET_STORAGE\()(\w+),")
+
+_RIGHT = frozenset(
+    {"slot", "port", "id", "connections", "count", "age_seconds", "socket", "netns", "draining"}
+)
+_FOLDING = frozenset({"service", "address", "name", "client", "options"})
+
+
+@click.group("map", short_help="the kernel's maps")
+def map_group() -> None:
+    """The kernel's maps as they are."""
+
+
+def _known_maps(
+    _ctx: click.Context, _param: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    for name in names:
+        if name not in abi.MAPS:
+            raise click.BadParameter(f"no map {name!r}; there are {', '.join(DUMPABLE)}")
+    return tuple(dict.fromkeys(names))
+
+
+@map_group.command(
+    "dump",
+    epilog=f"Maps: {', '.join(DUMPABLE)}. "
+    f"What is in {' and '.join(NOT_LISTABLE)} lies in the sockets themselves, and the kernel lets "
+    "nobody list it: naming one of them ends with exit code 3.",
+)
+@click.argument("maps", metavar="[MAP]...", nargs=-1, callback=_known_maps)
+@options.service
+@options.output("table", "json", "yaml")
+@options.pin_path
+def dump(
+    *, maps: tuple[str, ...], service: options.ServiceName | None, output: str, pin_path: Path
+) -> None:
+    """Print the entries of the kernel's maps, names resolved; no agent need run.
+
+    Without MAP, every map. As JSON or YAML: one object, a list of flat objects under each map's
+    name, in stable order.
+    """
+    _refuse_socket_storage(maps)
+    chosen = maps or (OF_SERVICES if service else DUMPABLE)
+    if service:
+        for name in chosen:
+            if name not in OF_SERVICES:
+                raise click.UsageError(
+                    f"the entries of map {name!r} belong to no Service; leave out --service"
+                )
+    with inspect.opened(pin_path) as kernel:
+        if service and not any(service.has(name) for name in kernel.names.values()):
+            raise DatapathError("find", f"Service {service}", hint="the maps know no such Service")
+        found = {name: _rows(kernel, name, service) for name in chosen}
+        if output == "json":
+            render.print_json(found)
+        elif output == "yaml":
+            render.print_yaml(found)
+        else:
+            _print_tables(kernel, found, service)
+
+
+def _refuse_socket_storage(maps: Sequence[str]) -> None:
+    for name in maps:
+        if name in NOT_LISTABLE:
+            raise DatapathError(
+                "list map",
+                name,
+                hint="its entries lie in the sockets themselves and the kernel lets nobody list "
+                "them; connected UDP sockets are in the map udp_conn",
+                fatal=True,
+            )
+
+
+def _rows(kernel: Inspector, name: str, service: options.ServiceName | None) -> Sequence[Row]:
+    rows = kernel.rows(name)
+    if service is None:
+        return rows
+    return [row for row in rows if service.has(getattr(row, "service", None))]
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _print_tables(
+    kernel: Inspector,
+    found: Mapping[str, Sequence[Row]],
+    service: options.ServiceName | None,
+) -> None:
+    questions = {
+        name: text for text, name in _QUESTION.findall(abi.SOURCES.joinpath("maps.h").read_text())
+    }
+    for number, (name, rows) in enumerate(found.items()):
+        if number:
+            render.print_line()
+        limit = "" if service else f"of {kernel.max_entries(name)} "
+        count = f"  {len(rows)} {limit}{'entry' if len(rows) == 1 and service else 'entries'}"
+        render.print_line(Styled(name, "bold cyan"), count)
+        render.print_line(Styled(questions.get(name, ""), "dim italic"))
+        if rows:
+            _print_rows(rows)
+        if name == "backends" and service is None and (others := kernel.left_over_backends()):
+            render.print_line(Styled(f"and {others} left-over slots in no range", "dim"))
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    first = rows[0]
+    if isinstance(first, SettingsRow):
+        _print_settings(first)
+        return
+    if isinstance(first, PortRow):
+        columns, cells = _PORT_COLUMNS, [_port_cells(row) for row in rows if type(row) is PortRow]
+    else:
+        keys = type(first).__struct_fields__
+        columns = [
+            Column(_heading(key), right=key in _RIGHT, rigid=key not in _FOLDING) for key in keys
+        ]
+        cells = [[_cell(key, getattr(row, key)) for key in keys] for row in rows]
+    render.print_table(columns, cells)
+
+
+def _heading(key: str) -> str:
+    return {"protocol": "PROTO", "age_seconds": "AGE"}.get(key, key.upper())
+
+
+def _cell(key: str, value: Any) -> Cell:
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, list):
+        return Styled(",".join(value), "red") if "foreign" in value else ",".join(value)
+    if key == "age_seconds":
+        return render.duration(value)
+    return str(value)
+
+
+_PORT_COLUMNS = [
+    Column("SLOT", right=True, rigid=True),
+    Column("ID", right=True, rigid=True),
+    Column("PROTO", rigid=True),
+    Column("FAMILY", rigid=True),
+    Column("INTERNAL"),
+    Column("EXTERNAL"),
+    Column("AFFINITY", right=True, rigid=True),
+    Column("SERVICE"),
+]
+
+
+def _port_cells(row: PortRow) -> list[Cell]:
+    internal = _range(
+        row.internal_base, row.internal_count, row.internal_flags, row.internal_policy
+    )
+    return [
+        str(row.slot),
+        str(row.id),
+        row.protocol,
+        row.family,
+        f"{internal} +{row.draining} draining" if row.draining else internal,
+        _range(row.external_base, row.external_count, row.external_flags, row.external_policy),
+        render.duration(row.affinity_seconds) if row.affinity_seconds else "-",
+        row.service or "-",
+    ]
+
+
+def _range(base: int, count: int, flags: Sequence[str], policy: str) -> str:
+    """Which slots of `backends`, and what else the word says."""
+    slots = "" if not count else str(base) if count == 1 else f"{base}-{base + count - 1}"
+    local = "local" if policy == "Local" else ""
+    return " ".join(filter(None, (slots, *flags, local))) or "-"
+
+
+def _print_settings(row: SettingsRow) -> None:
+    values = [
+        (key, str(getattr(row, key))) for key in row.__struct_fields__ if key != "options"
+    ] + [(f"options.{key}", str(value)) for key, value in row.options.items()]
+    render.print_table([Column("SETTING", rigid=True), Column("VALUE")], values)

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ebpflb status``: one page on this node, and what is wrong with it.
+
+The kernel is asked what runs and what the maps hold; the agent, if one runs, is asked over HTTP how
+it fares. Whatever does not answer is said, and hides nothing else. The members of the structs
+below are the JSON keys. This file must not know how any of it is mended.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from ebpflb import __version__
+from ebpflb.cli import options, render
+from ebpflb.cli.render import Cell, Column, Item, Styled
+from ebpflb.datapath.ebpf import abi, inspect
+from ebpflb.datapath.ebpf.attach import Attachment
+from ebpflb.datapath.ebpf.inspect import EVICTING, Holder, Inspector, MapFill, SettingsRow
+from ebpflb.errors import ConfigError
+
+HTTP_TIMEOUT_S: Final = 2.0
+FULL: Final = 0.9
+"""A map that is as full as this will soon refuse what comes next."""
+
+_SYNCED = (
+    "ebpflb_last_sync_timestamp_seconds",
+    "kubeproxy_sync_proxy_rules_last_timestamp_seconds",
+)
+_QUEUED = "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"
+_HOOK_ORDER = tuple(abi.names_of("HOOK_").values())
+_ATTACHED = "attached"
+
+
+class Hook(msgspec.Struct, frozen=True):
+    """What the kernel says of one hook. ``state`` is attached, or what is wrong with it."""
+
+    hook: str
+    program: str
+    program_id: int
+    state: str
+
+
+class Agent(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent as it can be seen from here. None is what cannot be told.
+
+    ``running``: somebody holds the pin folder's lock; ``process`` is its id. ``answers``: its
+    metrics could be read. ``lag_seconds`` is for how long a change has waited for its sync, 0 when
+    none waits. ``failures`` says for each service port that is not programmed why.
+    """
+
+    running: bool
+    process: int | None = None
+    answers: bool = False
+    healthy: bool | None = None
+    last_sync_age_seconds: float | None = None
+    lag_seconds: float | None = None
+    service_ports_failed: int | None = None
+    objects_rejected: int | None = None
+    failures: dict[str, str] = {}
+
+
+class Status(msgspec.Struct, frozen=True):
+    """All of it. ``problems`` make the exit code 1, ``warnings`` do not."""
+
+    version: str
+    mode: str
+    node: str | None
+    pin_path: str
+    cgroup: str
+    service_ports: int
+    backends: int
+    agent: Agent
+    programs: list[Hook]
+    maps: list[MapFill]
+    counters: dict[str, int]
+    problems: list[str]
+    warnings: list[str]
+
+
+@click.command()
+@options.output("table", "json")
+@options.pin_path
+@options.cgroup
+def status(*, output: str, pin_path: Path, cgroup: Path | None) -> None:
+    """Show what runs on this node, how full the maps are, and what is wrong.
+
+    Exits 1 if anything is: a hook that is not attached, a backend that was not its own, a map that
+    is 90 % full, service ports that could not be programmed. That no agent runs is a warning only:
+    the data path stays in force without it.
+    """
+    with inspect.opened(pin_path) as kernel:
+        settings = kernel.settings()
+        where = options.chosen_cgroup(cgroup, settings.options)
+        found = _status(kernel, settings, pin_path, where)
+    if output == "json":
+        render.print_json(found)
+    else:
+        _print_page(found)
+    if found.problems:
+        raise click.exceptions.Exit(1)
+
+
+def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Path) -> Status:
+    attachment = Attachment(pin_path, cgroup)
+    node = settings.options.get("hostname")
+    services = [one.service for one in kernel.services()]
+    programs = _hooks(attachment, kernel)
+    maps = kernel.fill()
+    counters = kernel.counters()
+    agent = ask_agent(inspect.holder(pin_path), settings.options)
+    problems, warnings = judge(agent, programs, maps, counters)
+    return Status(
+        version=__version__,
+        mode="ebpf",
+        node=node if isinstance(node, str) else None,
+        pin_path=str(pin_path),
+        cgroup=str(cgroup),
+        service_ports=len(services),
+        backends=sum(len(one.backends) for one in services),
+        agent=agent,
+        programs=programs,
+        maps=maps,
+        counters=counters,
+        problems=problems,
+        warnings=warnings,
+    )
+
+
+def _hooks(attachment: Attachment, kernel: Inspector) -> list[Hook]:
+    foreign = {one.where: one.actual for one in inspect.foreign_maps(kernel, attachment)}
+    return [
+        Hook(
+            hook=one.hook,
+            program=one.prog_name,
+            program_id=one.prog_id,
+            state=one.problem or foreign.get(f"hook {one.hook}", _ATTACHED),
+        )
+        for one in sorted(attachment.look(), key=lambda one: _HOOK_ORDER.index(one.hook))
+    ]
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+
+
+def judge(
+    agent: Agent,
+    programs: Iterable[Hook],
+    maps: Iterable[MapFill],
+    counters: Mapping[str, int],
+) -> tuple[list[str], list[str]]:
+    """(problems, warnings), each a sentence that names its thing."""
+    problems = [
+        f"hook {one.hook}: {one.state}: sockets are not translated there"
+        for one in programs
+        if one.state != _ATTACHED
+    ]
+    if counters.get("foreign_backend"):
+        problems.append(
+            f"counter foreign_backend is {counters['foreign_backend']}, it must stay 0: so many "
+            "connections were refused because the maps contradicted each other; please report this"
+        )
+    warnings = []
+    for one in maps:
+        if one.entries is None or not one.max_entries or one.entries < FULL * one.max_entries:
+            continue
+        fill = f"map {one.map}: {one.entries} of {one.max_entries} entries are used"
+        more = f"run the agent with a greater --map-size {one.map}=N"
+        if one.map in EVICTING:
+            warnings.append(f"{fill}, and the oldest make room: {more}")
+        else:
+            problems.append(f"{fill}: {more}")
+    if counters.get("udp_conn_full"):
+        warnings.append(
+            f"counter udp_conn_full is {counters['udp_conn_full']}: so many connected UDP sockets "
+            "could not be indexed; run the agent with a greater --map-size udp_conn=N"
+        )
+    if counters.get("no_socket_memory"):
+        warnings.append(
+            f"counter no_socket_memory is {counters['no_socket_memory']}: so many sockets see "
+            "the backend's address in place of the Service's"
+        )
+    of_agent = _of_agent(agent)
+    return [*problems, *of_agent[0]], [*warnings, *of_agent[1]]
+
+
+def _of_agent(agent: Agent) -> tuple[list[str], list[str]]:
+    if not agent.running:
+        return [], ["no agent runs: the data path stays in force, but follows no change"]
+    if not agent.answers:
+        return [], ["the agent does not answer at its metrics address; see its log"]
+    problems = []
+    warnings = []
+    if agent.healthy is False:
+        problems.append("the agent is not healthy: a change has waited too long for its sync")
+    if agent.last_sync_age_seconds is None:
+        warnings.append("the agent has not synced yet: it waits for its source")
+    if agent.failures:
+        problems += [f"{name}: not programmed: {why}" for name, why in agent.failures.items()]
+    elif agent.service_ports_failed:
+        problems.append(
+            f"service ports that could not be programmed: {agent.service_ports_failed}; "
+            "the agent's log names them"
+        )
+    if agent.objects_rejected:
+        warnings.append(
+            f"objects that are not served, wholly or in part: {agent.objects_rejected}; "
+            "the agent's log and ebpflb check name them"
+        )
+    return problems, warnings
+
+
+# --- the agent -----------------------------------------------------------------------------------
+
+
+def ask_agent(
+    holder: Holder | None, left: Mapping[str, object], *, now_s: float | None = None
+) -> Agent:
+    """What the agent says of itself at the addresses that it ``left`` in `settings`."""
+    if holder is None:
+        return Agent(running=False)
+    metrics = parse_metrics(_get(left.get("metrics_bind_address"), "/metrics"))
+    if "ebpflb_build_info" not in metrics:  # nobody, or another program that has the port
+        return Agent(running=True, process=holder.process)
+    now = time.time() if now_s is None else now_s
+    synced = max(metrics.get(name, 0.0) for name in _SYNCED)
+    queued = metrics.get(_QUEUED, 0.0)
+    health = _object(_get(left.get("healthz_bind_address"), "/healthz"))
+    healthy = health.get("healthy")
+    failures = _object(_get(left.get("metrics_bind_address"), "/failures"))
+    return Agent(
+        running=True,
+        process=holder.process,
+        answers=True,
+        healthy=healthy if isinstance(healthy, bool) else None,
+        last_sync_age_seconds=round(max(0.0, now - synced), 3) if synced else None,
+        lag_seconds=round(max(0.0, now - queued), 3) if queued > synced else 0.0,
+        service_ports_failed=_whole(metrics.get("ebpflb_service_ports_failed")),
+        objects_rejected=_whole(metrics.get("ebpflb_objects_rejected")),
+        failures={str(name): str(why) for name, why in sorted(failures.items())},
+    )
+
+
+def parse_metrics(text: bytes) -> dict[str, float]:
+    """The greatest value of each metric in Prometheus' text format, whatever its labels."""
+    found: dict[str, float] = {}
+    for line in text.decode(errors="replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        try:
+            value = float(line.rpartition(" ")[2])
+        except ValueError:
+            continue
+        found[name] = max(value, found.get(name, value))
+    return found
+
+
+def _get(bind_address: object, path: str) -> bytes:
+    """What is answered there, whatever the code; b"" where nobody does."""
+    from ebpflb.config import parse_bind_address
+
+    if not isinstance(bind_address, str) or not bind_address:
+        return b""
+    try:
+        host, port = parse_bind_address("address", bind_address)
+    except ConfigError:
+        return b""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not bound here
+    connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return b""
+    finally:
+        connection.close()
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def _print_page(found: Status) -> None:
+    node = f" on {found.node}" if found.node else ""
+    render.print_line(Styled(f"ebpflb {found.version}{node}: {found.mode} mode", "bold cyan"))
+    for key, items in (
+        ("pin path", [found.pin_path]),
+        ("cgroup", [found.cgroup]),
+        ("serving", [f"{found.service_ports} service ports, {found.backends} backends"]),
+        ("agent", _agent_items(found.agent)),
+    ):
+        render.print_line(Styled(f"  {key:<10}", "dim"), *items)
+    _heading("programs", "asked of the kernel")
+    render.print_table(
+        [
+            Column("HOOK", rigid=True),
+            Column("PROGRAM", rigid=True),
+            Column("ID", right=True, rigid=True),
+            Column("STATE"),
+        ],
+        [_hook_cells(one) for one in found.programs],
+    )
+    _heading("maps")
+    render.print_table(
+        [
+            Column("MAP", rigid=True),
+            Column("USED", right=True, rigid=True),
+            Column("ENTRIES", right=True, rigid=True),
+            Column("FILL", right=True, rigid=True),
+            Column("MEMORY", right=True, rigid=True),
+        ],
+        [*map(_map_cells, found.maps), _total(found.maps)],
+    )
+    _heading("counters", "since the maps were made")
+    render.print_table(
+        [Column("COUNTER", rigid=True), Column("COUNT", right=True, rigid=True)],
+        [[name, str(count)] for name, count in found.counters.items()],
+    )
+    _heading("what is wrong")
+    for text in found.problems:
+        render.print_line(Styled("problem  ", "bold red"), text)
+    for text in found.warnings:
+        render.print_line(Styled("warning  ", "yellow"), text)
+    if not found.problems and not found.warnings:
+        render.print_line(Styled("nothing", "green"))
+
+
+def _heading(text: str, more: str = "") -> None:
+    render.print_line()
+    render.print_line(Styled(text, "bold cyan"), Styled(f"  {more}" if more else "", "dim italic"))
+
+
+def _agent_items(agent: Agent) -> list[Item]:
+    if not agent.running:
+        return [Styled("no agent runs; the data path stays in force", "yellow")]
+    name = f"process {agent.process}" if agent.process else "runs outside of this pid namespace"
+    if not agent.answers:
+        return [f"{name}, ", Styled("does not answer", "yellow")]
+    items: list[Item] = [f"{name}, ", _health(agent.healthy)]
+    if agent.last_sync_age_seconds is None:
+        return [*items, ", not synced yet"]
+    synced = f", last sync {render.duration(agent.last_sync_age_seconds)} ago"
+    waits = f", a change waits for {render.duration(agent.lag_seconds or 0)}"
+    return [*items, synced, waits if agent.lag_seconds else ", no change waits"]
+
+
+def _health(healthy: bool | None) -> Item:  # noqa: FBT001 - shown, not acted on
+    if healthy is None:
+        return "health unknown"
+    return Styled("healthy", "green") if healthy else Styled("not healthy", "bold red")
+
+
+def _hook_cells(one: Hook) -> Sequence[Cell]:
+    return [
+        one.hook,
+        one.program or "-",
+        str(one.program_id or "-"),
+        Styled(one.state, "green" if one.state == _ATTACHED else "bold red"),
+    ]
+
+
+def _map_cells(one: MapFill) -> Sequence[Cell]:
+    fill: Item = "-"
+    if one.entries is not None and one.max_entries:
+        share = one.entries / one.max_entries
+        percent = f"{100 * share:.0f} %"
+        fill = Styled(percent, "bold red") if share >= FULL else percent
+    return [
+        one.map,
+        "-" if one.entries is None else str(one.entries),
+        str(one.max_entries or "-"),
+        fill,
+        render.size(one.bytes),
+    ]
+
+
+def _total(maps: Iterable[MapFill]) -> Sequence[Cell]:
+    return ["all", "", "", "", Styled(render.size(sum(one.bytes for one in maps)), "bold")]

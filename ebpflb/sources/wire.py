@@ -1,0 +1,585 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API objects as they come over the wire or out of a file, made into the values of ``model``.
+
+The structs name only the fields that are read; everything else in an object is skipped unread.
+What is wrong in one port, endpoint or address costs that part alone and is said in the value's
+``problems``; an object without a usable name, or with a field of a wrong type, is refused whole.
+Nothing here raises. This file must not know where an object came from, nor what becomes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+from sys import intern
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ebpflb.model import (
+    Address,
+    Deleted,
+    EndpointSlice,
+    EndpointState,
+    Family,
+    Node,
+    ObjectKey,
+    Policy,
+    Protocol,
+    Refused,
+    Service,
+    ServicePort,
+    SlicePort,
+    Upserted,
+    family_of,
+    format_address,
+    is_canonical,
+    parse_address,
+)
+
+Kind = Literal["Service", "EndpointSlice", "Node"]
+Told = Upserted | Deleted | Refused
+"""What one object amounts to. Deleted: it is there, but not ours to serve (SVC-01 to -04)."""
+
+KINDS: Final[Mapping[tuple[str, str], Kind]] = {
+    ("v1", "Service"): "Service",
+    ("discovery.k8s.io/v1", "EndpointSlice"): "EndpointSlice",
+    ("v1", "Node"): "Node",
+}
+"""The kinds that are read, by apiVersion and kind."""
+
+DEFAULT_AFFINITY_S: Final = 10800
+_MAX_AFFINITY_S: Final = 86400
+_MAX_PORT: Final = 65535
+_MAX_PROBLEMS: Final = 16
+_MAX_SHOWN: Final = 64
+# The kernel's name map has room for a namespace, a Service and a port name of this length each.
+_MAX_LABEL: Final = 63
+_MAX_SUBDOMAIN: Final = 253
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_UTC_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
+_PROTOCOLS: Final = {p.name: p for p in Protocol} | {"": Protocol.TCP}
+_POLICIES: Final = {p.value: p for p in Policy} | {"": Policy.CLUSTER}
+_FAMILIES: Final = {family.label: family for family in Family}
+_V4_PREFIX: Final = bytes(10) + b"\xff\xff"
+_V6_LOOPBACK: Final = bytes(15) + b"\x01"
+_V6_UNSPECIFIED: Final = bytes(16)
+
+
+# --- the wire's own shapes: any field may be absent or null ------------------------------------
+
+
+class _Labels(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "proxy_name": "service.kubernetes.io/service-proxy-name",
+        "headless": "service.kubernetes.io/headless",
+        "service_name": "kubernetes.io/service-name",
+        "zone": "topology.kubernetes.io/zone",
+    },
+):
+    proxy_name: str | UnsetType | None = UNSET
+    headless: str | UnsetType | None = UNSET
+    service_name: str | None = None
+    zone: str | None = None
+
+
+class _Annotations(
+    msgspec.Struct,
+    gc=False,
+    rename={"exclude": "ebpflb.io/exclude", "socket_lb": "ebpflb.io/socket-lb"},
+):
+    exclude: str | None = None
+    socket_lb: str | None = None
+
+
+class _Meta(msgspec.Struct, gc=False, rename="camel"):
+    name: str | None = None
+    namespace: str | None = None
+    creation_timestamp: str | None = None
+    labels: _Labels | None = None
+    annotations: _Annotations | None = None
+
+
+class _Port(msgspec.Struct, gc=False):
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+
+
+class _ClientIP(msgspec.Struct, gc=False, rename="camel"):
+    timeout_seconds: int | None = None
+
+
+class _AffinityConfig(msgspec.Struct, gc=False, rename={"client_ip": "clientIP"}):
+    client_ip: _ClientIP | None = None
+
+
+class _ServiceSpec(msgspec.Struct, gc=False, rename="camel"):
+    type: str | None = None
+    cluster_ip: str | None = msgspec.field(default=None, name="clusterIP")
+    cluster_ips: list[str | None] | None = msgspec.field(default=None, name="clusterIPs")
+    ip_families: list[str | None] | None = None
+    ports: list[_Port | None] | None = None
+    session_affinity: str | None = None
+    session_affinity_config: _AffinityConfig | None = None
+    internal_traffic_policy: str | None = None
+    external_traffic_policy: str | None = None
+
+
+class _Service(msgspec.Struct, gc=False):
+    metadata: _Meta | None = None
+    spec: _ServiceSpec | None = None
+
+
+class _Conditions(msgspec.Struct, gc=False):
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class _Endpoint(msgspec.Struct, gc=False, rename="camel"):
+    addresses: list[str | None] | None = None
+    conditions: _Conditions | None = None
+    node_name: str | None = None
+
+
+class _EndpointSlice(msgspec.Struct, gc=False, rename="camel"):
+    metadata: _Meta | None = None
+    address_type: str | None = None
+    ports: list[_Port | None] | None = None
+    endpoints: list[_Endpoint | None] | None = None
+
+
+class _Node(msgspec.Struct, gc=False):
+    metadata: _Meta | None = None
+
+
+# --- what other files call -----------------------------------------------------------------------
+
+
+def decode_json(kind: Kind, data: bytes | msgspec.Raw) -> Told:
+    """Read one object of ``kind`` from its JSON text. Never raises."""
+    wire, convert = _READERS[kind]
+    try:
+        return convert(wire.decode(data))
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        return Refused(_key_in(kind, _loosely(data)), _type_error(error))
+
+
+def from_builtins(kind: Kind, obj: object) -> Told:
+    """Read one object of ``kind`` from dicts and lists, as a YAML reader makes them. Never raises.
+
+    Numbers, texts and booleans must already have their right types.
+    """
+    wire, convert = _READERS[kind]
+    try:
+        return convert(msgspec.convert(obj, wire.type))
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        return Refused(_key_in(kind, obj), _type_error(error))
+
+
+# --- Service -----------------------------------------------------------------------------------
+
+
+def _service(raw: _Service) -> Told:
+    meta, spec = raw.metadata or _Meta(), raw.spec or _ServiceSpec()
+    key = ObjectKey("Service", meta.namespace or "default", meta.name or "")
+    if reason := _unusable_name(key, longest=_MAX_LABEL):
+        return Refused(key, reason)
+    problems = _Problems()
+    labels, annotations = meta.labels or _Labels(), meta.annotations or _Annotations()
+    if (
+        labels.proxy_name is not UNSET
+        or spec.type == "ExternalName"
+        or _main_cluster_ip(spec) in {"", "None"}
+        or _flag("ebpflb.io/exclude", annotations.exclude, default=False, problems=problems)
+    ):
+        return Deleted(key)
+    service = Service(
+        namespace=intern(key.namespace),
+        name=intern(key.name),
+        created=_creation_time(meta.creation_timestamp, problems),
+        cluster_ips=_cluster_ips(spec, problems),
+        ports=_service_ports(spec, problems),
+        affinity_s=_affinity_s(spec, problems),
+        internal_policy=_policy(
+            "spec.internalTrafficPolicy", spec.internal_traffic_policy, problems
+        ),
+        external_policy=_policy(
+            "spec.externalTrafficPolicy", spec.external_traffic_policy, problems
+        ),
+        socket_lb=_flag(
+            "ebpflb.io/socket-lb", annotations.socket_lb, default=True, problems=problems
+        ),
+        problems=problems.texts(),
+    )
+    return Upserted(service)
+
+
+def _main_cluster_ip(spec: _ServiceSpec) -> str:
+    """``clusterIP``, or the first of ``clusterIPs`` as the API server would have copied it."""
+    return spec.cluster_ip or (spec.cluster_ips[0] if spec.cluster_ips else "") or ""
+
+
+def _cluster_ips(spec: _ServiceSpec, problems: _Problems) -> tuple[Address, ...]:
+    """One address a family at most, in the Service's order (FAM-02)."""
+    texts = [text or "" for text in spec.cluster_ips or ()] or [_main_cluster_ip(spec)]
+    if not spec.ip_families:
+        for index, text in enumerate(texts[1:], start=1):
+            problems.add(
+                f"spec.clusterIPs[{index}]", text, "is not served: spec.ipFamilies is empty"
+            )
+        address = _address("spec.clusterIP", _main_cluster_ip(spec), problems)
+        return (address,) if address else ()
+    by_family: dict[Family, Address] = {}
+    for index, label in enumerate(spec.ip_families):
+        family = _FAMILIES.get(label or "")
+        if family is None:
+            problems.add(f"spec.ipFamilies[{index}]", label, "is neither IPv4 nor IPv6")
+        elif index >= len(texts):
+            problems.add(f"spec.ipFamilies[{index}]", label, "has no address in spec.clusterIPs")
+        elif family not in by_family:
+            address = _address(f"spec.clusterIPs[{index}]", texts[index], problems, family)
+            if address:
+                by_family[family] = address
+    return tuple(by_family.values())
+
+
+def _service_ports(spec: _ServiceSpec, problems: _Problems) -> tuple[ServicePort, ...]:
+    if not spec.ports:
+        problems.say("spec.ports is empty: there is nothing to serve")
+    return _shared_service_ports(_read_ports("spec.ports", spec.ports, problems))
+
+
+def _affinity_s(spec: _ServiceSpec, problems: _Problems) -> int:
+    """Seconds of ClientIP affinity, 0 for none; AFF-04."""
+    if spec.session_affinity in {None, "", "None"}:
+        return 0
+    if spec.session_affinity != "ClientIP":
+        problems.add(
+            "spec.sessionAffinity",
+            spec.session_affinity,
+            "is neither None nor ClientIP",
+        )
+        return 0
+    config = spec.session_affinity_config
+    seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
+    if seconds is None:
+        return DEFAULT_AFFINITY_S
+    if 1 <= seconds <= _MAX_AFFINITY_S:
+        return seconds
+    used = DEFAULT_AFFINITY_S if seconds < 1 else _MAX_AFFINITY_S
+    problems.add(
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
+        seconds,
+        f"is out of range (1 to {_MAX_AFFINITY_S}): {used} is used",
+    )
+    return used
+
+
+# --- EndpointSlice -------------------------------------------------------------------------------
+
+
+def _endpoint_slice(raw: _EndpointSlice) -> Told:
+    meta = raw.metadata or _Meta()
+    key = ObjectKey("EndpointSlice", meta.namespace or "default", meta.name or "")
+    if reason := _unusable_name(key, longest=_MAX_SUBDOMAIN):
+        return Refused(key, reason)
+    labels = meta.labels or _Labels()
+    if labels.headless is not UNSET or raw.address_type == "FQDN":
+        return Deleted(key)
+    if not labels.service_name:
+        return Refused(key, "has no label kubernetes.io/service-name, so it belongs to no Service")
+    problems = _Problems()
+    family = _slice_family(raw, problems)
+    if family is None:
+        shown = _shown(raw.address_type)
+        return Refused(key, f"addressType {shown} is none of IPv4, IPv6 and FQDN")
+    addresses: list[Address] = []
+    nodes: list[str] = []
+    states = bytearray()
+    for index, endpoint in enumerate(raw.endpoints or ()):
+        address = _endpoint_address(index, endpoint, family, problems)
+        if endpoint and address:
+            addresses.append(address)
+            nodes.append(intern(endpoint.node_name or ""))
+            states.append(_state(endpoint.conditions))
+    return Upserted(
+        EndpointSlice(
+            namespace=intern(key.namespace),
+            name=key.name,
+            service=intern(labels.service_name),
+            family=family,
+            ports=_shared_slice_ports(_read_ports("ports", raw.ports, problems)),
+            addresses=tuple(addresses),
+            nodes=tuple(nodes),
+            states=bytes(states),
+            problems=problems.texts(),
+        )
+    )
+
+
+def _slice_family(raw: _EndpointSlice, problems: _Problems) -> Family | None:
+    """The family that ``addressType`` names; where it names none, that of the first address."""
+    if raw.address_type:
+        return _FAMILIES.get(raw.address_type)
+    first = next((e.addresses[0] for e in raw.endpoints or () if e and e.addresses), None)
+    family = Family.IPV6 if ":" in (first or "") else Family.IPV4
+    problems.say(f"addressType is missing: the addresses are taken for {family.label}")
+    return family
+
+
+def _endpoint_address(
+    index: int, raw: _Endpoint | None, family: Family, problems: _Problems
+) -> Address | None:
+    """The endpoint's first address, which alone counts (PORT-04); None where it is unusable."""
+    if raw is None or not raw.addresses:
+        problems.say(f"endpoints[{index}].addresses is empty")
+        return None
+    return _address(f"endpoints[{index}].addresses[0]", raw.addresses[0] or "", problems, family)
+
+
+def _state(conditions: _Conditions | None) -> EndpointState:
+    """EP-05: an absent condition is ready, serving and not terminating."""
+    if conditions is None or conditions.ready is not False:
+        return EndpointState.READY
+    if conditions.terminating and conditions.serving is not False:
+        return EndpointState.TERMINATING
+    return EndpointState.UNUSABLE
+
+
+# --- Node ----------------------------------------------------------------------------------------
+
+
+def _node(raw: _Node) -> Told:
+    meta = raw.metadata or _Meta()
+    key = ObjectKey("Node", "", meta.name or "")
+    if reason := _unusable_name(key, longest=_MAX_SUBDOMAIN):
+        return Refused(key, reason)
+    return Upserted(Node(intern(key.name), zone=(meta.labels or _Labels()).zone or ""))
+
+
+# --- single fields -------------------------------------------------------------------------------
+
+
+class _Problems:
+    """What is wrong with one object, each line naming the field and the value.
+
+    Bounded: an object of a thousand bad endpoints says so, not a thousand times.
+    """
+
+    __slots__ = ("_more", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._more = 0
+
+    def add(self, field: str, value: object, what: str) -> None:
+        self.say(f"{field} {_shown(value)} {what}")
+
+    def say(self, text: str) -> None:
+        if len(self._texts) < _MAX_PROBLEMS:
+            self._texts.append(text)
+        else:
+            self._more += 1
+
+    def texts(self) -> tuple[str, ...]:
+        if self._more:
+            return (*self._texts, f"and {self._more} more of the kind")
+        return tuple(self._texts)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _unusable_name(key: ObjectKey, *, longest: int) -> str:
+    """Why this object cannot be named in a map, a rule or a message; "" where it can."""
+    pattern = _LABEL if longest == _MAX_LABEL else _SUBDOMAIN
+    return _unfit("metadata.name", key.name, pattern, longest) or (
+        _unfit("metadata.namespace", key.namespace, _LABEL, _MAX_LABEL) if key.namespace else ""
+    )
+
+
+def _unfit(field: str, text: str, pattern: re.Pattern[str], longest: int) -> str:
+    if not text:
+        return f"{field} is missing"
+    if len(text) > longest:
+        return f"{field} {_shown(text)} is {len(text)} characters long: {longest} at most"
+    if not pattern.fullmatch(text):
+        return f"{field} {_shown(text)} is no Kubernetes name (a-z, 0-9 and - between them)"
+    return ""
+
+
+def _creation_time(text: str | None, problems: _Problems) -> str:
+    if not text:
+        return ""
+    if not _UTC_TIME.fullmatch(text):
+        problems.add("metadata.creationTimestamp", text, "is not like 2026-01-31T23:59:59Z: unread")
+        return ""
+    return intern(text)
+
+
+def _flag(annotation: str, text: str | None, *, default: bool, problems: _Problems) -> bool:
+    if text is None:
+        return default
+    if text not in {"true", "false"}:
+        problems.add(
+            f"annotation {annotation}", text, f"is neither true nor false: {str(default).lower()}"
+        )
+        return default
+    return text == "true"
+
+
+def _policy(field: str, text: str | None, problems: _Problems) -> Policy:
+    policy = _POLICIES.get(text or "")
+    if policy is None:
+        problems.add(field, text, "is neither Cluster nor Local: Cluster is used")
+        return Policy.CLUSTER
+    return policy
+
+
+_PortRead = tuple[str, Protocol, int]
+
+
+# Most objects of a cluster have one of a few port lists, so equal ones are the same object.
+@lru_cache(maxsize=1024)
+def _shared_service_ports(read: tuple[_PortRead, ...]) -> tuple[ServicePort, ...]:
+    return tuple(ServicePort(*port) for port in read)
+
+
+@lru_cache(maxsize=1024)
+def _shared_slice_ports(read: tuple[_PortRead, ...]) -> tuple[SlicePort, ...]:
+    return tuple(SlicePort(*port) for port in read)
+
+
+def _read_ports(
+    field: str, ports: list[_Port | None] | None, problems: _Problems
+) -> tuple[_PortRead, ...]:
+    read = [_port(f"{field}[{i}]", raw, problems) for i, raw in enumerate(ports or ())]
+    return tuple(port for port in read if port)
+
+
+def _port(at: str, raw: _Port | None, problems: _Problems) -> _PortRead | None:
+    """Name, protocol and number, None where one of them is unusable (PORT-04)."""
+    if raw is None or raw.port is None:
+        problems.say(f"{at}.port is missing")
+        return None
+    if not 1 <= raw.port <= _MAX_PORT:
+        problems.add(f"{at}.port", raw.port, f"is out of range (1 to {_MAX_PORT})")
+        return None
+    protocol = _PROTOCOLS.get(raw.protocol or "")
+    if protocol is None:
+        problems.add(f"{at}.protocol", raw.protocol, "is none of TCP, UDP and SCTP")
+        return None
+    name = raw.name or ""
+    if name and (reason := _unfit(f"{at}.name", name, _LABEL, _MAX_LABEL)):
+        problems.say(reason)
+        return None
+    return intern(name), protocol, raw.port
+
+
+def _address(
+    field: str, text: str, problems: _Problems, family: Family | None = None
+) -> Address | None:
+    """The address, unless it is none, of another family or refused by SEC-03."""
+    try:
+        address, canonical = _read_address(text)
+    except ValueError:
+        problems.add(field, text, "is no IP address")
+        return None
+    if family is not None and family_of(address) is not family:
+        problems.add(field, text, f"is no {family.label} address")
+        return None
+    if special := _special(address):
+        problems.add(field, text, f"is {special} and is refused")
+        return None
+    if not canonical:
+        problems.add(
+            field, text, f"is read as {format_address(address)} and served: better written so"
+        )
+    return address
+
+
+def _read_address(text: str) -> tuple[Address, bool]:
+    """The address, and whether it was written as a current API server wants it (FAM-09)."""
+    try:
+        if ":" not in text:
+            # The C library takes four decimal numbers without leading zeros, nothing else.
+            return Address(_V4_PREFIX + inet_pton(AF_INET, text)), True
+        packed = inet_pton(AF_INET6, text)
+        if inet_ntop(AF_INET6, packed) == text and not packed.startswith(_V4_PREFIX):
+            return Address(packed), True
+    except OSError:
+        pass
+    return parse_address(text), is_canonical(text)
+
+
+def _special(address: Address) -> str:
+    """What kind of address no endpoint and no ClusterIP may be (SEC-03), "" for all others."""
+    if address.startswith(_V4_PREFIX):
+        first = address[12]
+        loopback = first == 127
+        link_local = first == 169 and address[13] == 254
+        multicast = 224 <= first < 240
+        unspecified = first == 0 and address.endswith(bytes(4))
+    else:
+        first = address[0]
+        loopback = address == _V6_LOOPBACK
+        link_local = first == 0xFE and address[1] & 0xC0 == 0x80
+        multicast = first == 0xFF
+        unspecified = address == _V6_UNSPECIFIED
+    if not (loopback or link_local or multicast or unspecified):
+        return ""
+    if unspecified:
+        return "the unspecified address"
+    return f"a {'loopback' if loopback else 'link-local' if link_local else 'multicast'} address"
+
+
+# --- objects that cannot be read -----------------------------------------------------------------
+
+
+def _type_error(error: Exception) -> str:
+    """Put the field first: ``spec.ports[0].port has a wrong type: expected int, got str``."""
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    what, _, path = str(error).partition(" - at ")
+    what = what.replace("`", "").replace(" | null", "")
+    if not path:
+        return f"cannot be read: {what}"
+    field = path.replace("`", "").replace("$.", "").replace("$", "object").replace("[...]", "[*]")
+    return f"{field} has a wrong type: {what[:1].lower()}{what[1:]}"
+
+
+def _loosely(data: bytes | msgspec.Raw) -> object:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+
+
+def _key_in(kind: Kind, obj: object) -> ObjectKey:
+    """Name an unreadable object as well as can be; parts that are not there are ""."""
+    meta = obj.get("metadata") if isinstance(obj, dict) else None
+    name, namespace = (
+        (meta.get("name"), meta.get("namespace")) if isinstance(meta, dict) else ("", "")
+    )
+    if kind == "Node":
+        namespace = ""
+    elif not isinstance(namespace, str) or not namespace:
+        namespace = "default"
+    return ObjectKey(kind, namespace, name if isinstance(name, str) else "")
+
+
+_READERS: Final[Mapping[Kind, tuple[msgspec.json.Decoder[Any], Callable[[Any], Told]]]] = {
+    "Service": (msgspec.json.Decoder(_Service), _service),
+    "EndpointSlice": (msgspec.json.Decoder(_EndpointSlice), _endpoint_slice),
+    "Node": (msgspec.json.Decoder(_Node), _node),
+}

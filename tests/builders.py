@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small objects for tests, all addresses from the lab's plan.
+
+``service_object`` and its like make API objects as dicts, ``service`` and its like the values that
+the planner takes. Whatever a test does not care about has a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ebpflb.lab.addresses import node_ipv4, pod_ipv4, pod_ipv6
+from ebpflb.model import (
+    Address,
+    Backend,
+    EndpointSlice,
+    EndpointState,
+    Family,
+    ObjectKey,
+    Policy,
+    Protocol,
+    Service,
+    ServicePort,
+    ServicePortName,
+    SlicePort,
+    family_of,
+    parse_address,
+)
+from ebpflb.sources import wire
+
+NODE = "node-1"
+OTHER_NODE = "node-2"
+CREATED = "2026-01-01T00:00:00Z"
+
+READY = EndpointState.READY
+TERMINATING = EndpointState.TERMINATING
+UNUSABLE = EndpointState.UNUSABLE
+
+ApiObject = dict[str, Any]
+
+
+def cluster_ip(number: int, family: Family = Family.IPV4) -> str:
+    """Return ClusterIP number ``number`` (1 to 65534)."""
+    if family is Family.IPV6:
+        return f"fd96::{number:x}"
+    return f"10.96.{number // 256}.{number % 256}"
+
+
+def pod_ip(number: int, family: Family = Family.IPV4, *, node: int = 1) -> str:
+    """Return the address of pod ``number`` of a node; 1 is its bridge."""
+    return pod_ipv6(node, number) if family is Family.IPV6 else pod_ipv4(node, number)
+
+
+def node_ip(number: int) -> str:
+    """Return a node's address."""
+    return node_ipv4(number)
+
+
+# --- API objects -----------------------------------------------------------------------------
+
+
+def service_object(
+    name: str = "web",
+    *,
+    namespace: str = "default",
+    cluster_ips: Sequence[str] = (cluster_ip(10),),
+    ports: Iterable[ApiObject] = ({"name": "http", "port": 80},),
+    labels: dict[str, str | None] | None = None,
+    annotations: dict[str, str | None] | None = None,
+    created: str | None = CREATED,
+    **spec: object,
+) -> ApiObject:
+    """Return a v1 Service; ``spec`` adds to or replaces fields of its spec."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "creationTimestamp": created,
+            "labels": labels,
+            "annotations": annotations,
+        },
+        "spec": {
+            "clusterIP": next(iter(cluster_ips), ""),
+            "clusterIPs": list(cluster_ips),
+            "ipFamilies": ["IPv6" if ":" in ip else "IPv4" for ip in cluster_ips],
+            "ports": list(ports),
+        }
+        | spec,
+    }
+
+
+def endpoint_object(
+    address: str | None = pod_ip(10), *, node: str | None = NODE, **conditions: bool | None
+) -> ApiObject:
+    """Return one entry of a slice's ``endpoints``."""
+    addresses = [] if address is None else [address]
+    return {"addresses": addresses, "nodeName": node, "conditions": conditions or None}
+
+
+def slice_object(
+    name: str = "web-1",
+    *,
+    namespace: str = "default",
+    service: str | None = "web",
+    endpoints: Iterable[ApiObject | None] = (endpoint_object(),),
+    ports: Iterable[ApiObject | None] = ({"name": "http", "port": 8080},),
+    labels: dict[str, str | None] | None = None,
+    address_type: str | None = "IPv4",
+) -> ApiObject:
+    """Return a discovery.k8s.io/v1 EndpointSlice."""
+    belongs = {} if service is None else {"kubernetes.io/service-name": service}
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": name, "namespace": namespace, "labels": belongs | (labels or {})},
+        "addressType": address_type,
+        "ports": list(ports),
+        "endpoints": list(endpoints),
+    }
+
+
+def node_object(name: str = NODE, *, labels: dict[str, str | None] | None = None) -> ApiObject:
+    """Return a v1 Node."""
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+
+
+def told(obj: ApiObject) -> wire.Told:
+    """Read an API object as a source would."""
+    return wire.decode_json(wire.KINDS[obj["apiVersion"], obj["kind"]], msgspec.json.encode(obj))
+
+
+# --- model values ----------------------------------------------------------------------------
+
+
+def service(
+    name: str = "web",
+    *,
+    namespace: str = "default",
+    cluster_ips: Iterable[str] = (cluster_ip(10),),
+    ports: Iterable[ServicePort] = (ServicePort("http", Protocol.TCP, 80),),
+    created: str = CREATED,
+    affinity_s: int = 0,
+    internal_policy: Policy = Policy.CLUSTER,
+    problems: tuple[str, ...] = (),
+) -> Service:
+    """Return a Service of one TCP port ``http``."""
+    return Service(
+        namespace=namespace,
+        name=name,
+        created=created,
+        cluster_ips=tuple(map(parse_address, cluster_ips)),
+        ports=tuple(ports),
+        affinity_s=affinity_s,
+        internal_policy=internal_policy,
+        problems=problems,
+    )
+
+
+Row = tuple[str, str, EndpointState]
+"""An endpoint's address, node and state."""
+
+
+def at(address: str, node: str = OTHER_NODE, state: EndpointState = READY) -> Row:
+    """Return an endpoint, ready and on another node."""
+    return (address, node, state)
+
+
+def endpoint_slice(
+    *rows: Row,
+    name: str = "web-1",
+    namespace: str = "default",
+    service: str = "web",
+    ports: Iterable[SlicePort] = (SlicePort("http", Protocol.TCP, 8080),),
+    problems: tuple[str, ...] = (),
+) -> EndpointSlice:
+    """Return a slice of the family of its first endpoint."""
+    addresses: tuple[Address, ...] = tuple(parse_address(address) for address, _, _ in rows)
+    return EndpointSlice(
+        namespace=namespace,
+        name=name,
+        service=service,
+        family=family_of(addresses[0]) if addresses else Family.IPV4,
+        ports=tuple(ports),
+        addresses=addresses,
+        nodes=tuple(node for _, node, _ in rows),
+        states=bytes(state for _, _, state in rows),
+        problems=problems,
+    )
+
+
+def backend(
+    address: str, port: int = 8080, *, local: bool = False, terminating: bool = False
+) -> Backend:
+    """Return a backend, ready and on another node."""
+    return Backend(parse_address(address), port, local, terminating)
+
+
+def port_name(
+    name: str = "web",
+    port: str = "http",
+    *,
+    namespace: str = "default",
+    protocol: Protocol = Protocol.TCP,
+    family: Family = Family.IPV4,
+) -> ServicePortName:
+    """Return the identity of a service port."""
+    return ServicePortName(namespace, name, port, protocol, family)
+
+
+def service_key(name: str = "web", *, namespace: str = "default") -> ObjectKey:
+    """Return the key of a Service."""
+    return ObjectKey("Service", namespace, name)
+
+
+def slice_key(name: str = "web-1", *, namespace: str = "default") -> ObjectKey:
+    """Return the key of an EndpointSlice."""
+    return ObjectKey("EndpointSlice", namespace, name)
