@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi
-from ebpflb.datapath.ebpf.encode import encode, encode_frontend, scope_of
+from ebpflb.datapath.ebpf.encode import encode, encode_frontend, scope_of, terminating
 from ebpflb.datapath.ebpf.tables import (
     EXTERNAL,
     INTERNAL,
@@ -116,11 +116,12 @@ def _port_differences(
 ) -> Iterable[Difference]:
     name = str(planned.name)
     internal = snapshot.backends[entry.id]
+    drains = terminating(planned)
     count = entry.words[INTERNAL].length
     yield from _compare(
         name,
         "internal",
-        _printed(planned.internal, (*planned.internal.backends, *planned.draining)),
+        _printed(planned.internal, (*planned.internal.backends, *drains)),
         _seen(entry.words[INTERNAL], internal, entry.id),
     )
     if planned.external is not None:
@@ -130,8 +131,8 @@ def _port_differences(
             _printed(planned.external, planned.external.backends),
             _seen(entry.words[EXTERNAL], snapshot.external[entry.id], entry.id),
         )
-    if count == len(planned.internal.backends) and entry.draining != len(planned.draining):
-        yield Difference(name, "ports", "draining", str(len(planned.draining)), str(entry.draining))
+    if count == len(planned.internal.backends) and entry.draining != len(drains):
+        yield Difference(name, "ports", "draining", str(len(drains)), str(entry.draining))
     encoded = encode(planned, entry.id)
     for scope, slots in enumerate(encoded.scopes):
         if slots.flags != entry.words[scope].flags:

@@ -99,11 +99,11 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
 
     return Encoded(
         scopes=(
-            slots(planned.internal, (*planned.internal.backends, *planned.draining)),
+            slots(planned.internal, (*planned.internal.backends, *terminating(planned))),
             slots(external, () if shared else external.backends),
         ),
         shared=shared,
-        draining=len(planned.draining),
+        draining=len(terminating(planned)),
         affinity_s=planned.affinity_s,
         port_flags=_port_flags(planned),
         frontends={
@@ -114,6 +114,15 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
         },
         members=_members(planned, service_port_id),
     )
+
+
+def terminating(planned: PlannedPort) -> tuple[Backend, ...]:
+    """What stands behind the internal range, for those who read the map.
+
+    What drains only because a policy or a topology keeps new connections away is a member and no
+    more: listed with the range it would look as if it could be reached.
+    """
+    return tuple(backend for backend in planned.draining if backend.terminating)
 
 
 def scope_of(kind: FrontendKind) -> int:

@@ -47,7 +47,7 @@ from ebpflb.datapath.ebpf.tables import (
     read_members,
     read_names,
 )
-from ebpflb.errors import DatapathError
+from ebpflb.errors import ConfigError, DatapathError
 from ebpflb.model import Family, FrontendKind, Protocol, family_of, format_address
 
 AFFINITY_KEY = abi.LAYOUTS["affinity_key"]
@@ -717,12 +717,17 @@ class Inspector:
 
 
 def is_there(pin_path: Path) -> bool:
-    """Whether there is such a folder. Raises DatapathError, fatal where it may not be read."""
+    """Whether there is such a folder.
+
+    Raises ConfigError where it is none, DatapathError (fatal) where it may not be read.
+    """
     try:
         with os.scandir(pin_path):
             return True
     except FileNotFoundError:
         return False
+    except NotADirectoryError:
+        raise ConfigError(f"--pin-path {pin_path}: it is no folder") from None
     except OSError as error:
         forbidden = error.errno in (errno.EACCES, errno.EPERM)
         raise DatapathError(
