@@ -84,8 +84,8 @@ static __always_inline u32 affinity_check(const struct affinity_key *key)
 	return (u32)(mix >> 32) | 1;
 }
 
-static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32 scope,
-				   u64 now, struct backend_address *backend)
+static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32 scope, u64 now,
+				   struct backend_address *backend)
 {
 	struct affinity_value *found = affinity.lookup(key), value;
 	u32 check;

@@ -6,7 +6,6 @@
  *
  * MAP(type, name, key, value, flags): flags are those of the bpf system call:
  * 1 no preallocation, 1024 can be mapped into memory.
- * SOCKET_STORAGE(name, value): one value a socket, freed with it.
  */
 #ifndef EBPFLB_MAPS_H
 #define EBPFLB_MAPS_H
@@ -15,21 +14,6 @@
 
 #define MAP(type, name, key, value, flags) \
 	BPF_TABLE_PINNED7(type, key, value, name, SIZE_##name, PIN_##name, flags)
-
-/* Socket storage: bcc's own macro for it cannot pin. */
-#define SOCKET_STORAGE(name, value) \
-	struct name##_table_t { \
-		int key; \
-		value leaf; \
-		void *(*sk_storage_get)(void *, void *, int); \
-		int (*sk_storage_delete)(void *); \
-		u32 flags; \
-		u32 max_entries; \
-	}; \
-	__attribute__((section("maps/sk_storage:" PIN_##name))) struct name##_table_t name = { \
-		.flags = BPF_F_NO_PREALLOC, \
-	}; \
-	BPF_ANNOTATE_KV_PAIR(name, int, value)
 
 /* Which service port does this address, port and protocol belong to? */
 MAP("hash", frontends, struct frontend_key, struct frontend_value, 0);
@@ -42,9 +26,9 @@ MAP("lru_hash", affinity, struct affinity_key, struct affinity_value, 0);
 /* May this backend still be used for what the socket remembers? */
 MAP("hash", members, struct member_key, struct member_value, 1);
 /* What did this connected socket dial? */
-SOCKET_STORAGE(sock_peer, struct sock_peer);
+MAP("sk_storage", sock_peer, int, struct sock_peer, 1);
 /* Which backends does this unconnected UDP socket talk to? */
-SOCKET_STORAGE(sock_udp, struct sock_udp);
+MAP("sk_storage", sock_udp, int, struct sock_udp, 1);
 /* Which connected UDP sockets are there, and to which backend? */
 MAP("hash", udp_conn, u64, struct udp_conn, 1);
 /* How many connections were made to this service port? (by the index of its id) */

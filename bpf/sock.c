@@ -32,8 +32,8 @@ static __always_inline void read_address(const struct bpf_sock_addr *ctx, bool v
 }
 
 /* For an IPv4-mapped address the first three words stay as they are: no family is crossed. */
-static __always_inline void write_address(struct bpf_sock_addr *ctx, bool v6,
-					  const __be32 *address, __be16 port)
+static __always_inline void write_address(struct bpf_sock_addr *ctx, bool v6, const __be32 *address,
+					  __be16 port)
 {
 	if (v6) {
 		ctx->user_ip6[0] = address[0];
@@ -61,8 +61,10 @@ static __always_inline void forget(struct bpf_sock_addr *ctx)
 {
 	u64 cookie;
 
+	if (ctx->protocol != IPPROTO_UDP && !SHOW_SERVICE_TCP)
+		return; /* such sockets have no record */
 	if (!ctx->sk || sock_peer.sk_storage_delete(ctx->sk))
-		return; /* it dialled none before */
+		return; /* it dialled no Service before */
 	if (ctx->protocol != IPPROTO_UDP)
 		return;
 	cookie = bpf_get_socket_cookie(ctx);
@@ -193,6 +195,59 @@ static __always_inline struct udp_flow *oldest_flow(struct sock_udp *udp)
 	return oldest;
 }
 
+/* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
+static __always_inline struct udp_flow *flow_from(struct sock_udp *udp, const __be32 *address,
+						  __be16 port)
+{
+	struct udp_flow *latest = NULL;
+	int i;
+
+#pragma unroll
+	for (i = 0; i < ABI_UDP_FLOWS; i++) {
+		struct udp_flow *flow = &udp->flow[i];
+
+		if (flow->backend_port == port && same_address(flow->backend, address) &&
+		    (!latest || flow->used_ns > latest->used_ns))
+			latest = flow;
+	}
+	return latest;
+}
+
+/* Its backend was dialled by its own address: from now on that is whom the socket hears from. */
+static __always_inline void forget_flow(struct sock_udp *udp, const struct frontend_key *dialled)
+{
+	struct udp_flow *flow = flow_from(udp, dialled->address, dialled->port);
+
+	if (!flow)
+		return;
+	flow->frontend_port = 0;
+	flow->backend_port = 0;
+	flow->used_ns = 0;
+}
+
+/*
+ * A connected socket hears from its peer alone, so a datagram that it sends to the same Service by
+ * name must go there too. One that AF_UNSPEC disconnected tells us so here.
+ */
+static __always_inline bool send_to_peer(struct bpf_sock_addr *ctx, bool v6,
+					 const struct frontend_key *dialled)
+{
+	struct bpf_sock *sk = ctx->sk;
+	struct sock_peer *peer = sk ? sock_peer.sk_storage_get(sk, NULL, 0) : NULL;
+
+	if (!peer)
+		return false;
+	if (sk->state != BPF_TCP_ESTABLISHED) {
+		forget(ctx);
+		return false;
+	}
+	if (!peer->backend_port || peer->frontend_port != dialled->port ||
+	    !same_address(peer->frontend, dialled->address))
+		return false;
+	write_address(ctx, v6, peer->backend, peer->backend_port);
+	return true;
+}
+
 static __always_inline void note_flow(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
 				      u32 id, u64 now, const struct backend_address *to)
 {
@@ -231,14 +286,19 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 		return 1;
 	read_address(ctx, v6, dialled.address, &dialled.port);
 	dialled.protocol = ctx->protocol;
-	frontend = frontends.lookup(&dialled);
-	if (!frontend || frontend->kind == KIND_PROBE)
+	if (send_to_peer(ctx, v6, &dialled))
 		return 1;
+	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, 0) : NULL;
+	frontend = frontends.lookup(&dialled);
+	if (!frontend || frontend->kind == KIND_PROBE) {
+		if (udp)
+			forget_flow(udp, &dialled);
+		return 1;
+	}
 	id = frontend->id;
 	scope = frontend->scope;
 
 	now = bpf_ktime_get_ns();
-	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, 0) : NULL;
 	flow = udp ? flow_to(udp, &dialled) : NULL;
 	if (flow && usable(flow, id, now)) {
 		flow->used_ns = now;
@@ -260,24 +320,6 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 	count_connection(id);
 	write_address(ctx, v6, to.address, to.port);
 	return 1;
-}
-
-/* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
-static __always_inline struct udp_flow *flow_from(struct sock_udp *udp, const __be32 *address,
-						  __be16 port)
-{
-	struct udp_flow *latest = NULL;
-	int i;
-
-#pragma unroll
-	for (i = 0; i < ABI_UDP_FLOWS; i++) {
-		struct udp_flow *flow = &udp->flow[i];
-
-		if (flow->backend_port == port && same_address(flow->backend, address) &&
-		    (!latest || flow->used_ns > latest->used_ns))
-			latest = flow;
-	}
-	return latest;
 }
 
 /* Shows the Service in place of the backend that the socket is connected to. */

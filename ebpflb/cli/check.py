@@ -9,7 +9,7 @@ file must not know what a plan or a map looks like.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -73,7 +73,10 @@ def check(
         attachment = Attachment(pin_path, options.chosen_cgroup(cgroup, left))
         notes = _Notes()
         truth = load_truth(directory, node, notes)
-        found = lasting(lambda: _look(directory, node, kernel, attachment))
+        found = lasting(
+            _differences(truth.plan, kernel, attachment),
+            lambda: _differences(load_truth(directory, node, _silent).plan, kernel, attachment),
+        )
     notes.say(truth.rejected)
     if output == "json":
         render.print_json(found)
@@ -117,24 +120,23 @@ def load_truth(directory: Path, node: str, notice: Callable[..., None]) -> Truth
     return Truth(planner.update().plan, planner.rejected)
 
 
-def _look(
-    directory: Path, node: str, kernel: Inspector, attachment: Attachment
-) -> list[Difference]:
-    truth = load_truth(directory, node, _silent)
-    found = audit.differences(truth.plan, kernel.fresh_snapshot())
+def _differences(plan: Plan, kernel: Inspector, attachment: Attachment) -> list[Difference]:
+    found = audit.differences(plan, kernel.fresh_snapshot())
     return [*found, *attachment.differences(), *inspect.foreign_maps(kernel, attachment)]
 
 
 def lasting(
-    look: Callable[[], list[Difference]], *, sleep: Callable[[float], None] = time.sleep
+    found: Sequence[Difference],
+    look_again: Callable[[], Iterable[Difference]],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> list[Difference]:
-    """What ``look`` finds each time; it is asked once where it finds nothing."""
-    found = look()
+    """What of ``found`` is there at every other look too; sorted."""
     for _ in range(LOOKS - 1):
         if not found:
             break
         sleep(LOOK_INTERVAL_S)
-        again = set(look())
+        again = set(look_again())
         found = [one for one in found if one in again]
     return sorted(found)
 
@@ -153,6 +155,12 @@ class _Notes:
         self._lines: list[str] = []
 
     def __call__(self, event: str, /, **fields: object) -> None:
+        if event == "manifest_unreadable":
+            self._lines.append(
+                f"{fields.get('file')}, line {fields.get('line')}: {fields.get('reason')}; "
+                "what it says counts for nothing here"
+            )
+            return
         facts = ", ".join(f"{key} {value}" for key, value in fields.items() if value)
         self._lines.append(f"{event.replace('_', ' ')}: {facts}")
 

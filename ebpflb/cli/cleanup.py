@@ -190,8 +190,8 @@ def _report(pin_path: Path, contents: _Contents) -> None:
     if contents.links:
         render.print_line(
             "Services are no longer translated on this node: new connections to them fail unless "
-            "something else, as kube-proxy, serves them. Open TCP connections go on; UDP sockets "
-            "that send to a Service reach it no more."
+            "something else, as kube-proxy, serves them. Open TCP connections and connected UDP "
+            "sockets go on; unconnected UDP sockets reach no Service any more."
         )
 
 

@@ -51,6 +51,7 @@ def _known_maps(
 
 @map_group.command(
     "dump",
+    short_help="The entries of the maps, names resolved.",
     epilog=f"Maps: {', '.join(DUMPABLE)}. "
     f"What is in {' and '.join(NOT_LISTABLE)} lies in the sockets themselves, and the kernel lets "
     "nobody list it: naming one of them ends with exit code 3.",

@@ -13,7 +13,8 @@ from ebpflb.config import DEFAULT_PIN_PATH
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+# Nothing is looked at here: what is wrong with a folder is for the command to say, with its code.
+_FOLDER = click.Path(readable=False, path_type=Path)
 
 
 class ServiceName(NamedTuple):
@@ -88,11 +89,12 @@ def service(command: _Command) -> _Command:
 def chosen_cgroup(told: Path | None, left: Mapping[str, object]) -> Path:
     """``--cgroup``, else what the agent left in `settings`, else the root of cgroup v2.
 
-    Raises DatapathError (fatal) where there is none.
+    Raises DatapathError (fatal) where there is none, or where the one told is none.
     """
-    from ebpflb.datapath.ebpf.attach import cgroup2_root
+    from ebpflb.datapath.ebpf.attach import cgroup2_root, require_cgroup2
 
     if told is not None:
+        require_cgroup2(told)
         return told
     known = left.get("cgroup")
     return Path(known) if isinstance(known, str) and known else cgroup2_root()

@@ -26,7 +26,7 @@ def service_group() -> None:
     """Services as the kernel has them."""
 
 
-@service_group.command("list")
+@service_group.command("list", short_help="Frontends, backends and connections.")
 @options.output("table", "wide", "json", "yaml")
 @options.pin_path
 def list_services(*, output: str, pin_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -158,9 +159,7 @@ def judge(
 ) -> tuple[list[str], list[str]]:
     """(problems, warnings), each a sentence that names its thing."""
     problems = [
-        f"hook {one.hook}: {one.state}: sockets are not translated there"
-        for one in programs
-        if one.state != _ATTACHED
+        f"not translated at {' '.join(hooks)}: {state}" for state, hooks in _by_state(programs)
     ]
     if counters.get("foreign_backend"):
         problems.append(
@@ -189,6 +188,15 @@ def judge(
         )
     of_agent = _of_agent(agent)
     return [*problems, *of_agent[0]], [*warnings, *of_agent[1]]
+
+
+def _by_state(programs: Iterable[Hook]) -> Iterable[tuple[str, list[str]]]:
+    """The hooks that are not as they should be, those with one ailment together."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for one in programs:
+        if one.state != _ATTACHED:
+            found[one.state].append(one.hook)
+    return found.items()
 
 
 def _of_agent(agent: Agent) -> tuple[list[str], list[str]]:

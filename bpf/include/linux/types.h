@@ -30,7 +30,9 @@ typedef _Bool bool;
 #define false 0
 #endif
 #define NULL ((void *)0)
+#ifndef __always_inline
 #define __always_inline inline __attribute__((always_inline))
+#endif
 #define __aligned_u64 __u64 __attribute__((aligned(8)))
 
 #endif

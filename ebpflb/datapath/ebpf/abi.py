@@ -37,7 +37,6 @@ _ENUM = re.compile(r"^enum (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
 _STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.DOTALL | re.MULTILINE)
 _MEMBER = re.compile(r"^((?:struct )?\w+) (\w+)(?:\[(\w+)\])?$")
 _MAP = re.compile(r'^MAP\("(\w+)", (\w+), ((?:struct )?\w+), ((?:struct )?\w+), (\d+)\);$')
-_STORAGE = re.compile(r"^SOCKET_STORAGE\((\w+), (struct \w+)\);$")
 
 
 class Layout:
@@ -134,9 +133,6 @@ def _maps(text: str, layouts: Mapping[str, Layout]) -> dict[str, MapSpec]:
         if match := _MAP.match(line):
             kind, name, key, value, flags = match.groups()
             specs[name] = MapSpec(name, kind, layout(key), layout(value), int(flags))
-        elif match := _STORAGE.match(line):
-            name, value = match.groups()
-            specs[name] = MapSpec(name, "sk_storage", layout("int"), layout(value), 1)
     return specs
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent with a stopwatch: its own source, loop, planner and datapath, put together here.
+
+The agent reads its manifests by itself, so nobody outside can see when it has the bytes of a
+changed file in hand. Here the source's clock, which it asks right behind every read, takes that
+moment down, and the end of each sync is printed with it, a line of JSON each:
+
+    {"read_ns": …, "told_ns": …, "planned_ns": …, "synced_ns": …, "writes": 12}
+
+CLOCK_MONOTONIC: the file's bytes in hand, the event on the loop's queue, plan made, maps written.
+All that is measured is the product's own code, in its own threads; this file must not know what is
+done with the times. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ebpflb import logs
+from ebpflb.agent import Loop
+from ebpflb.config import AUDIT_PERIOD_S, SYNC_PERIOD_S
+from ebpflb.datapath.base import Datapath, Difference, SyncReport
+from ebpflb.datapath.ebpf.datapath import EbpfOptions, start
+from ebpflb.health import Health
+from ebpflb.metrics import Metrics
+from ebpflb.model import Event, Plan, ServicePortName
+from ebpflb.planner.plan import Planner
+from ebpflb.sources.manifests import ManifestSource
+
+
+class _Times:
+    """When what happened last; the loop's thread reads what the source's thread wrote before."""
+
+    def __init__(self) -> None:
+        self._asked_ns = 0
+        self._read_ns = 0
+        self._told_ns = 0
+
+    def clock_s(self) -> float:
+        """The source asks when it has looked at the folder, and when it has read a file."""
+        self._asked_ns = time.monotonic_ns()
+        return time.time()
+
+    def told(self) -> None:
+        self._read_ns = self._asked_ns
+        self._told_ns = time.monotonic_ns()
+
+    def say(self, planned_ns: int, report: SyncReport) -> None:
+        line = {
+            "read_ns": self._read_ns,
+            "told_ns": self._told_ns,
+            "planned_ns": planned_ns,
+            "synced_ns": time.monotonic_ns(),
+            "writes": report.writes,
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+class _Timed:
+    """A datapath whose syncs are told."""
+
+    def __init__(self, datapath: Datapath, times: _Times) -> None:
+        self.mode = datapath.mode
+        self._datapath = datapath
+        self._times = times
+
+    def sync(self, plan: Plan, changed: Collection[ServicePortName] | None) -> SyncReport:
+        planned_ns = time.monotonic_ns()
+        report = self._datapath.sync(plan, changed)
+        self._times.say(planned_ns, report)
+        return report
+
+    def audit(self, plan: Plan) -> list[Difference]:
+        return self._datapath.audit(plan)
+
+    def close(self) -> None:
+        self._datapath.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ebpflb.bench.observed")
+    for flag in ("--manifests", "--pin-path", "--cgroup"):
+        parser.add_argument(flag, type=Path, required=True)
+    parser.add_argument("--node-name", required=True)
+    told = parser.parse_args(arguments)
+    logs.configure(json=True, verbose=False)
+    times = _Times()
+    loop = Loop(
+        Planner(told.node_name),
+        Metrics(),
+        Health(SYNC_PERIOD_S),
+        node_name=told.node_name,
+        audit_period_s=AUDIT_PERIOD_S,
+    )
+
+    def emit(event: Event) -> None:
+        times.told()
+        loop.put(event)
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        loop.stop()
+
+    source = ManifestSource(told.manifests, emit, _ignore, clock_s=times.clock_s)
+    with start(EbpfOptions(pin_path=told.pin_path, cgroup=told.cgroup), loop.wake) as datapath:
+        threading.Thread(target=end_with_input, daemon=True).start()
+        source.start()
+        try:
+            loop.run(_Timed(datapath, times))
+        finally:
+            source.stop()
+    return 0
+
+
+def _ignore(event: str, /, **fields: object) -> None:
+    """Take a notice; the manifests are ours, and there is nothing to say about them."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark from beginning to end: what is measured, in which order, at which size.
+
+The order matters in one place: the connects are timed while the agents live, and the propagation
+takes over the first agent's maps after it has ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ebpflb import __version__
+from ebpflb.bench import connects, footprint, propagation, report
+from ebpflb.bench.bed import ANSWER_S, Say, prepared
+from ebpflb.bench.numbers import GUARD_HIGH, GUARD_LOW
+from ebpflb.bench.report import Environment, Measured, Report
+from ebpflb.bench.workload import Workload
+from ebpflb.datapath.ebpf import libbpf
+from ebpflb.datapath.ebpf.attach import HOOKS, cgroup2_root
+from ebpflb.errors import DatapathError
+
+SEED: Final = 20260101
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """``rounds`` batches of ``batch`` connects a mode are the samples of a mode."""
+
+    workload: Workload
+    rounds: int
+    batch: int
+    attempts: int
+    changes: int
+    dials: int
+
+    @property
+    def samples(self) -> int:
+        return self.rounds * self.batch
+
+
+QUICK: Final = Sizes(
+    # 100 Services and their slices a file: what people keep in one, and a change rewrites it all.
+    workload=Workload(services=10_000, endpoints=10, files=100, backends=4, watched_services=20),
+    rounds=50,
+    batch=500,
+    attempts=5,
+    changes=120,
+    dials=100_000,
+)
+
+
+def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
+    """Measure everything; ``say`` is told what is being done. Some minutes.
+
+    Raises an EbpflbError where the machine lacks something, or the agent does not do its part.
+    """
+    began_s = time.monotonic()
+    if os.geteuid():
+        raise DatapathError(
+            "run",
+            "the benchmark",
+            errno.EPERM,
+            hint="it makes network namespaces, cgroups and BPF maps: run it as root",
+            fatal=True,
+        )
+    sizes.workload.check()
+    work = sizes.workload
+    with prepared(work, seed) as bed:
+        say(f"writing {work.services:,} Services x {work.endpoints} endpoints")
+        size = bed.write_manifests()
+        say(f"cold start of the agent on {size / report.MIB:.0f} MiB in {work.files} files")
+        agent, start = footprint.cold_start(bed)
+        say(f"synced after {start.start_s:.1f} s; restarting it with nothing changed")
+        agent, again = footprint.restart(bed, agent)
+        say(f"synced after {again.start_s:.1f} s; killing it while a client dials")
+        agent, crash = footprint.crash(bed, agent, dials=sizes.dials, say=say)
+        say("starting a second agent with --no-tcp-peer-name")
+        plain = bed.agent(bed.plain, "--no-tcp-peer-name")
+        plain.synced()
+        say(f"{sizes.samples:,} connects in each of {len(connects.MODES)} modes")
+        timed = connects.measure(
+            bed,
+            rounds=sizes.rounds,
+            batch=sizes.batch,
+            attempts=sizes.attempts,
+            seed=seed,
+            say=say,
+        )
+        connects.end_clients(bed)
+        say("the programs' own time, as the kernel counts it")
+        costs = connects.program_costs(bed)
+        agent.end()
+        plain.end()
+        say(f"{sizes.changes} changed manifests, one after another")
+        followed = propagation.measure(bed, changes=sizes.changes, seed=seed, say=say)
+        environment = _environment(timed.foreign_cpu, time.monotonic() - began_s)
+    say("done")
+    measured = Measured(
+        connects=timed,
+        costs=costs,
+        propagation=followed,
+        footprint=start,
+        restart=again,
+        crash=crash,
+    )
+    return Report(
+        services=work.services,
+        endpoints=work.endpoints,
+        samples=sizes.samples,
+        gates=report.gates(measured),
+        figures=report.figures(measured),
+        environment=environment,
+        refused=_refusal(timed),
+    )
+
+
+def _refusal(timed: connects.Connects) -> str:
+    if timed.trusted:
+        return ""
+    ratios = ", ".join(
+        f"{timed.latencies[name].ratio:.3f}" for name in ("direct_again", "direct_hot_again")
+    )
+    return (
+        f"direct against direct came out as {ratios} in the last of {timed.attempts} attempts, "
+        f"not within {GUARD_LOW} to {GUARD_HIGH}: this machine is too busy now "
+        f"({timed.foreign_cpu:.0%} of its CPUs were used by others)"
+    )
+
+
+def _environment(foreign_cpu: float, seconds: float) -> Environment:
+    return Environment(
+        kernel=platform.release(),
+        cpus=os.cpu_count() or 1,
+        cpu_model=_cpu_model(),
+        python=platform.python_version(),
+        bcc=_bcc_version(),
+        libbpf=_libbpf_version(),
+        ebpflb=__version__,
+        foreign_cpu=foreign_cpu,
+        other_root_programs=_root_programs(),
+        seconds=seconds,
+    )
+
+
+def _root_programs() -> int:
+    """Programs on the root of cgroup v2 run for every mode, direct ones too."""
+    fd = os.open(cgroup2_root(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return sum(len(libbpf.cgroup_programs(fd, hook.attach_type)[0]) for hook in HOOKS)
+    finally:
+        os.close(fd)
+
+
+def _bcc_version() -> str:
+    """Asked of a child, as bcc brings a compiler into whoever imports it."""
+    ran = subprocess.run(
+        [sys.executable, "-c", "import bcc; print(bcc.__version__)"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_S,
+    )
+    return ran.stdout.strip() or "?"
+
+
+def _libbpf_version() -> str:
+    """The library in use tells its version by its file's name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, so, version = line.partition("/libbpf.so.")
+        if so:
+            return version
+    return "?"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"model name", "CPU implementer"}:
+            return value.strip()
+    return platform.machine()

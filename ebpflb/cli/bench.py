@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ebpflb bench``: measure on this machine what the product promises, and judge it.
+
+Progress goes to standard error, the result to standard output. This file must not know how
+anything is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ebpflb.cli import options, render
+from ebpflb.cli.render import Column, Styled
+
+if TYPE_CHECKING:
+    from ebpflb.bench.report import Environment, Gate, Report
+
+
+@click.command(
+    short_help="measure on this machine what is promised",
+    epilog="Exit code 1 where a gate is missed, or where the machine is too busy to tell.",
+)
+@click.option("--quick", is_flag=True, help="The gates alone: about three minutes.")
+@options.output("table", "json")
+def bench(*, quick: bool, output: str) -> None:
+    """Measure on this machine what ebpflb promises, at 10,000 Services x 10 endpoints.
+
+    In network namespaces of its own, which go when it ends; needs root and a C compiler.
+    """
+    from ebpflb.bench import suite
+    from ebpflb.lab import LabError
+
+    if not quick:
+        raise click.UsageError("this version measures the gates alone: ebpflb bench --quick")
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(f"[{time.monotonic() - began_s:5.1f} s] {text}", err=True)
+
+    try:
+        report = suite.run(suite.QUICK, say)
+    except LabError as error:
+        raise click.ClickException(str(error)) from error
+    show(report, output)
+    if not report.passed:
+        raise click.exceptions.Exit(1)
+
+
+def show(report: Report, output: str) -> None:
+    """Print a report as ``-o`` has it."""
+    if output == "json":
+        render.print_json(report)
+        return
+    print_environment(report.environment)
+    render.print_line(
+        f"{report.services:,} Services x {report.endpoints} endpoints, "
+        f"{report.samples:,} samples a mode"
+    )
+    render.print_line()
+    render.print_table(
+        [Column("FIGURE"), Column("MEASURED", right=True, rigid=True)],
+        [[one.title, measure(one.measured, one.unit)] for one in report.figures],
+    )
+    render.print_line()
+    render.print_table(
+        [
+            Column("GATE"),
+            Column("MEASURED", right=True, rigid=True),
+            Column("AT MOST", right=True, rigid=True),
+            Column("VERDICT", rigid=True),
+        ],
+        [
+            [gate.title, measure(gate.measured, gate.unit), _limit(gate), _verdict(gate)]
+            for gate in report.gates
+        ],
+    )
+    if report.refused:
+        render.print_line()
+        render.print_line(Styled("refused: ", "bold red"), report.refused)
+
+
+def print_environment(on: Environment) -> None:
+    render.print_line(
+        f"Linux {on.kernel}, {on.cpus} CPUs ({on.cpu_model}), Python {on.python}, bcc {on.bcc}, "
+        f"libbpf {on.libbpf}, ebpflb {on.ebpflb}"
+    )
+    render.print_line(
+        f"{on.foreign_cpu:.0%} of the CPUs were used by others while connects were timed; "
+        f"the run took {on.seconds:.0f} s"
+    )
+    if on.other_root_programs:
+        render.print_line(
+            Styled(
+                f"{on.other_root_programs} programs are attached to the root of cgroup v2: "
+                "they ran for the direct connects too",
+                "yellow",
+            )
+        )
+
+
+def measure(value: float, unit: str) -> str:
+    if unit == "x":
+        return f"{value:.3f} x"
+    if unit in {"ms", "s", "MiB", "µs"}:
+        return f"{value:,.2f} {unit}"
+    return f"{value:,.0f} {unit}"
+
+
+def _limit(gate: Gate) -> str:
+    return f"{gate.limit:g} {gate.unit}"
+
+
+def _verdict(gate: Gate) -> Styled:
+    return Styled("ok", "green") if gate.passed else Styled("MISSED", "bold red")
