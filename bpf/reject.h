@@ -3,8 +3,9 @@
  * How the socket programs refuse. Touches the maps (it counts), never a packet.
  *
  * Since 5.18 a program can choose the error of connect(). Before that a connect() to port 0 of
- * the loopback gives the same ECONNREFUSED at once. UDP goes there on every kernel: its error
- * must come on the next call, and a datagram to port 0 finds nobody.
+ * the loopback gives TCP the same ECONNREFUSED at once. UDP is sent to port 1 of the loopback on
+ * every kernel: its error must come on the next call, as from a REJECT on the way, and with port 0
+ * it would have no peer name, and EINVAL from a mapped address.
  */
 #ifndef EBPFLB_REJECT_H
 #define EBPFLB_REJECT_H
@@ -12,6 +13,8 @@
 #include "lookup.h"
 
 #define ECONNREFUSED 111
+#define IPPROTO_TCP 6
+#define IPPROTO_UDP 17
 
 #if HAVE_RETVAL
 /* Not in the headers of every bcc that we compile with. */
@@ -40,15 +43,16 @@ static __always_inline bool refuse(void)
 #endif
 }
 
-static __always_inline void nowhere(const __be32 *dialled, struct backend_address *to)
+static __always_inline void nowhere(const struct frontend_key *dialled, struct backend_address *to)
 {
-	bool v4 = !dialled[0] && !dialled[1] && dialled[2] == bpf_htonl(0xffff);
+	const __be32 *address = dialled->address;
+	bool v4 = !address[0] && !address[1] && address[2] == bpf_htonl(0xffff);
 
 	to->address[0] = 0;
 	to->address[1] = 0;
 	to->address[2] = v4 ? bpf_htonl(0xffff) : 0;
 	to->address[3] = v4 ? bpf_htonl(0x7f000001) : bpf_htonl(1);
-	to->port = 0;
+	to->port = dialled->protocol == IPPROTO_TCP ? 0 : bpf_htons(1);
 }
 
 static __always_inline void count_refusal(enum verdict verdict)

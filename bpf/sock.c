@@ -10,9 +10,6 @@
 #include "lookup.h"
 #include "reject.h"
 
-#define IPPROTO_TCP 6
-#define IPPROTO_UDP 17
-
 /* ctx fields can be read by literal offset only, so the family must be a constant here. */
 static __always_inline void read_address(const struct bpf_sock_addr *ctx, bool v6, __be32 *address,
 					 __be16 *port)
@@ -71,7 +68,7 @@ static __always_inline void forget(struct bpf_sock_addr *ctx)
 	udp_conn.delete(&cookie);
 }
 
-/* `to` is where the socket goes; with port 0 it goes nowhere (a refused UDP socket). */
+/* `to` is where the socket goes; a refused UDP socket goes `nowhere`. */
 static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
 				      u32 id, const struct backend_address *to)
 {
@@ -135,7 +132,7 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 		if (ctx->protocol == IPPROTO_TCP && refuse())
 			return 0;
 		/* UDP gets its error on the next call, as from a REJECT on the way (NOEP-10). */
-		nowhere(dialled.address, &to);
+		nowhere(&dialled, &to);
 		note_peer(ctx, &dialled, id, &to);
 		write_address(ctx, v6, to.address, to.port);
 		return 1;
@@ -241,8 +238,7 @@ static __always_inline bool send_to_peer(struct bpf_sock_addr *ctx, bool v6,
 		forget(ctx);
 		return false;
 	}
-	if (!peer->backend_port || peer->frontend_port != dialled->port ||
-	    !same_address(peer->frontend, dialled->address))
+	if (peer->frontend_port != dialled->port || !same_address(peer->frontend, dialled->address))
 		return false;
 	write_address(ctx, v6, peer->backend, peer->backend_port);
 	return true;
@@ -311,9 +307,8 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 		return 1;
 	if (verdict != FORWARD) {
 		count_refusal(verdict);
-		/* Port 0 is EINVAL for sendto(); nothing listens on port 1 of the loopback. */
-		nowhere(dialled.address, &to);
-		write_address(ctx, v6, to.address, bpf_htons(1));
+		nowhere(&dialled, &to);
+		write_address(ctx, v6, to.address, to.port);
 		return 1;
 	}
 	note_flow(ctx, &dialled, id, now, &to);

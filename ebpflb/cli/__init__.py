@@ -66,6 +66,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(
+    "ebpflb",
     cls=LazyGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

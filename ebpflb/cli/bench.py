@@ -16,7 +16,7 @@ from ebpflb.cli import options, render
 from ebpflb.cli.render import Column, Styled
 
 if TYPE_CHECKING:
-    from ebpflb.bench.report import Environment, Gate, Report
+    from ebpflb.bench.report import Gate, Report
 
 
 @click.command(
@@ -54,10 +54,30 @@ def show(report: Report, output: str) -> None:
     if output == "json":
         render.print_json(report)
         return
-    print_environment(report.environment)
-    render.print_line(
-        f"{report.services:,} Services x {report.endpoints} endpoints, "
-        f"{report.samples:,} samples a mode"
+    print_environment(report)
+    render.print_line()
+    render.print_table(
+        [
+            Column("CONNECT"),
+            Column("SAMPLES", right=True, rigid=True),
+            Column("P50", right=True, rigid=True),
+            Column("X DIRECT", right=True, rigid=True),
+            Column("P99", right=True, rigid=True),
+            Column("X DIRECT", right=True, rigid=True),
+            Column("SOCKET TO CLOSE", right=True, rigid=True),
+        ],
+        [
+            [
+                mode.title,
+                f"{mode.samples:,}",
+                measure(mode.p50_us, "µs"),
+                f"{mode.p50:.3f}",
+                measure(mode.p99_us, "µs"),
+                f"{mode.p99:.3f}",
+                f"{mode.cycle:.3f}",
+            ]
+            for mode in report.modes
+        ],
     )
     render.print_line()
     render.print_table(
@@ -82,7 +102,9 @@ def show(report: Report, output: str) -> None:
         render.print_line(Styled("refused: ", "bold red"), report.refused)
 
 
-def print_environment(on: Environment) -> None:
+def print_environment(report: Report) -> None:
+    on = report.environment
+    render.print_line(f"{report.services:,} Services x {report.endpoints} endpoints")
     render.print_line(
         f"Linux {on.kernel}, {on.cpus} CPUs ({on.cpu_model}), Python {on.python}, bcc {on.bcc}, "
         f"libbpf {on.libbpf}, ebpflb {on.ebpflb}"
@@ -91,10 +113,11 @@ def print_environment(on: Environment) -> None:
         f"{on.foreign_cpu:.0%} of the CPUs were used by others while connects were timed; "
         f"the run took {on.seconds:.0f} s"
     )
-    if on.other_root_programs:
+    render.print_line(f"the second agent: {on.second_agent}")
+    if on.root_programs:
         render.print_line(
             Styled(
-                f"{on.other_root_programs} programs are attached to the root of cgroup v2: "
+                f"{on.root_programs} programs are attached to the root of cgroup v2: "
                 "they ran for the direct connects too",
                 "yellow",
             )
@@ -102,15 +125,15 @@ def print_environment(on: Environment) -> None:
 
 
 def measure(value: float, unit: str) -> str:
+    """A value with as many digits as are worth reading."""
     if unit == "x":
         return f"{value:.3f} x"
-    if unit in {"ms", "s", "MiB", "µs"}:
-        return f"{value:,.2f} {unit}"
-    return f"{value:,.0f} {unit}"
+    text = f"{value:,.2f}" if unit in {"ms", "s", "MiB", "µs"} else f"{value:,.0f}"
+    return f"{text} {unit}".strip()
 
 
 def _limit(gate: Gate) -> str:
-    return f"{gate.limit:g} {gate.unit}"
+    return f"{gate.limit:g} {gate.unit}".strip()
 
 
 def _verdict(gate: Gate) -> Styled:

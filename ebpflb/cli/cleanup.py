@@ -20,7 +20,7 @@ import click
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Styled
 from ebpflb.datapath.ebpf import abi, inspect, libbpf
-from ebpflb.datapath.ebpf.attach import HOOKS, Attachment, cgroup2_root
+from ebpflb.datapath.ebpf.attach import HOOKS, Attachment
 from ebpflb.datapath.ebpf.maps import LINKS, PinFolder
 from ebpflb.errors import DatapathError
 
@@ -56,9 +56,10 @@ def cleanup(*, pin_path: Path, cgroup: Path | None) -> None:
     folder.require_bpffs()
     with folder.lock(lambda _holder: None, wait=False):
         contents = _look(pin_path)
-        running = _running(pin_path, cgroup)
+        where = _cgroup(cgroup, pin_path)
+        running = _running(pin_path, where) if where else {}
         _remove((*contents.links, *contents.maps))
-        attached = _still_attached(running, cgroup)
+        attached = _still_attached(running, where) if where and running else []
         if not contents.foreign:
             _remove_folders(pin_path)
     _report(pin_path, contents)
@@ -131,30 +132,30 @@ def _remove_folders(pin_path: Path) -> None:
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def _cgroup(told: Path | None) -> Path | None:
-    if told is not None:
-        return told
+def _cgroup(told: Path | None, pin_path: Path) -> Path | None:
+    """Where the programs are attached; None where this kernel has no cgroup v2."""
     try:
-        return cgroup2_root()
+        with inspect.opened(pin_path) as kernel:
+            left = kernel.settings().options
     except DatapathError:
+        left = {}  # no whole set of maps: an agent that ended early, or a cleanup that did
+    try:
+        return options.chosen_cgroup(told, left)
+    except DatapathError:
+        if told is not None:
+            raise
         return None
 
 
-def _running(pin_path: Path, told: Path | None) -> Mapping[str, int]:
-    """The programs that our links run, by hook."""
-    where = _cgroup(told)
-    if where is None:
-        return {}
-    looked = Attachment(pin_path, where).look()
+def _running(pin_path: Path, cgroup: Path) -> Mapping[str, int]:
+    """The programs that our links run on this cgroup, by hook."""
+    looked = Attachment(pin_path, cgroup).look()
     return {one.hook: one.prog_id for one in looked if one.prog_id and not one.problem}
 
 
-def _still_attached(running: Mapping[str, int], told: Path | None) -> list[str]:
+def _still_attached(running: Mapping[str, int], cgroup: Path) -> list[str]:
     """Hooks at which those programs run on; the kernel takes a moment to let a link go."""
-    where = _cgroup(told)
-    if where is None or not running:
-        return []
-    fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
     try:
         until = time.monotonic() + _DETACH_TIMEOUT_S
         while True:

@@ -55,6 +55,11 @@ class Planner:
         """Everything that is not served, and why, sorted."""
         return _sorted(self._rejected.items())
 
+    @property
+    def rejected_count(self) -> int:
+        """How many entries ``rejected`` has."""
+        return sum(map(len, self._rejected.values()))
+
     def apply(self, event: Event) -> None:
         """Take in one event; ``update`` shows what comes of it."""
         self._cluster.apply(event)

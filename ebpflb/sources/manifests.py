@@ -114,7 +114,14 @@ class ManifestSource:
             for name, stamp in present.items()
             if (known := files.get(name)) is None or known.stamp != stamp
         )
-        unsettled = [name for name in changed if not self._refresh(name, present)]
+        unsettled: list[str] = []
+        for name in changed:
+            if (
+                self._stopping.is_set()
+            ):  # a folder of YAML may take seconds; half of it says nothing
+                return False
+            if not self._refresh(name, present):
+                unsettled.append(name)
         for name in sorted(files.keys() - present.keys()):
             if settled or name in self._looks:
                 del files[name]
@@ -122,7 +129,8 @@ class ManifestSource:
             else:
                 unsettled.append(name)
         self._looks = {name: self._looks.get(name, 0) + 1 for name in unsettled}
-        for event in self._sayings.take_changes():
+        # Slices go last, so that an endpoint which moves to another slice is never without one.
+        for event in sorted(self._sayings.take_changes(), key=_is_slice_gone):
             self._emit(event)
         if not self._synced:
             self._synced = True
@@ -316,6 +324,10 @@ class _Sayings:
             self._by_key[key] = tuple(said)
         else:
             del self._by_key[key]
+
+
+def _is_slice_gone(told: Told) -> bool:
+    return isinstance(told, Deleted) and told.key.kind == "EndpointSlice"
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ebpflb.model import (
@@ -115,11 +117,12 @@ def test_of_two_services_with_one_address_one_is_served(first: Service, second: 
         assert losses == [f"{V4}:80/TCP belongs to {first.namespace}/{first.name}:http, {ADVICE}"]
 
 
-def test_whoever_waits_has_the_address_when_the_winner_goes() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_whoever_waits_has_the_address_when_the_winner_goes(order: tuple[int, ...]) -> None:
     claims = Claims()
-    a, b, c = (wanted_by(service(name)) for name in "abc")
-    for wanted in (b, a, c):
-        claims.add(wanted)
+    a, b, c = rivals = [wanted_by(service(name)) for name in "abc"]
+    for i in order:
+        claims.add(rivals[i])
     assert owner_of(claims, a, b, c) == "a"
     claims.withdraw(a)
     assert owner_of(claims, b, c) == "b"

@@ -451,7 +451,7 @@ def test_a_problem_of_a_part_is_reported_and_the_rest_is_served_b_93() -> None:
         "EndpointSlice default/web-1 endpoints[2] is bad",
     ]
     assert endpoints(planner) == [f"{A}:8080"]
-    assert len(planner.rejected) == 3
+    assert len(planner.rejected) == planner.rejected_count == 3
     update = tell(planner, endpoint_slice(at(A), problems=("endpoints[2] is bad",)))
     assert [each.reason for each in update.mended] == ["endpoints[1] is bad"]
     assert len(tell(planner, Deleted(slice_key()), Deleted(service_key())).mended) == 2

