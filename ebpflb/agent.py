@@ -28,7 +28,7 @@ from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, Response, Route, json_response, text
 from ebpflb.metrics import Metrics
-from ebpflb.model import Deleted, Event, Node, Refused, ServicePortName, Synced, Upserted
+from ebpflb.model import Event, Node, ServicePortName, Synced, Upserted
 from ebpflb.planner.plan import Planner
 from ebpflb.sources.manifests import ManifestSource
 
@@ -129,10 +129,6 @@ class Loop:
             return
         self._metrics.event(key.kind)
         self._health.queued()
-        if isinstance(event, Refused):
-            _log.warning("object refused", object=str(key), reason=event.reason)
-        elif isinstance(event, Deleted):
-            _log.debug("object deleted", object=str(key))
         self._planner.apply(event)
 
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
@@ -142,7 +138,7 @@ class Loop:
             _log.warning("not served", object=str(one.key), reason=one.reason)
         for one in update.mended:
             _log.info("served again", object=str(one.key), was=one.reason)
-        self._metrics.rejected(len(self._planner.rejected))
+        self._metrics.rejected(self._planner.rejected_count)
         changed = set(update.changed)
         if woken:
             changed |= self._waiting

@@ -17,7 +17,8 @@ from ebpflb import __version__
 from ebpflb.cli import check, main, options, service_list, status
 from ebpflb.cli.render import Styled
 from ebpflb.datapath.base import Difference
-from ebpflb.datapath.ebpf.inspect import Holder, MapFill, ServiceBackend
+from ebpflb.datapath.ebpf.inspect import Holder, MapFill
+from ebpflb.datapath.ebpf.rows import ServiceBackend
 from ebpflb.errors import ConfigError, DatapathError, EbpflbError, SourceError
 
 

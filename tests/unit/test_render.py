@@ -136,8 +136,8 @@ def test_a_narrow_terminal_folds_and_loses_nothing(
         assert str(row[1]) in shown
     assert sorted(shown) == sorted(
         "SERVICECONNSBACKENDS"
-        + "default/web710.1.0.1:8010.1.0.2:80"
-        + "kube-system/kube-dns:dns-tcp1204none:refused"
+        "default/web710.1.0.1:8010.1.0.2:80"
+        "kube-system/kube-dns:dns-tcp1204none:refused"
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebpflb.datapath.ebpf import abi, inspect
-from ebpflb.datapath.ebpf.inspect import (
+from ebpflb.datapath.ebpf import abi, inspect, rows
+from ebpflb.datapath.ebpf.rows import (
     AffinityRow,
     BackendRow,
     ConnectionsRow,
@@ -100,7 +100,7 @@ def no_connections(_slot: int) -> int:
 def listed(
     *ports: PlannedPort, connections: Callable[[int], int] = no_connections
 ) -> list[ListedService]:
-    return inspect.services(snapshot(*ports), connections)
+    return rows.services(snapshot(*ports), connections)
 
 
 PORT_KEYS = (
@@ -135,7 +135,7 @@ SERVICE_KEYS = (
         ),
         (ServiceFrontend, "address port type"),
         (ServiceBackend, "address port state local"),
-        (inspect.Service, SERVICE_KEYS),
+        (rows.Service, SERVICE_KEYS),
         (inspect.MapFill, "map entries max_entries bytes"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -160,14 +160,14 @@ def test_frontends_show_addresses_words_and_names_by_address() -> None:
         planned(port_name(), backend(pod_ip(9))),
         planned(port_name("dns", "", protocol=Protocol.UDP, family=Family.IPV6)),
     )
-    rows = inspect.frontend_rows(seen.frontends, seen.names)
-    assert [(row.address, row.port, row.protocol, row.type, row.service) for row in rows] == [
+    found = rows.frontend_rows(seen.frontends, seen.names)
+    assert [(row.address, row.port, row.protocol, row.type, row.service) for row in found] == [
         (cluster_ip(10), 80, "TCP", "ClusterIP", "default/web:http"),
         ("240.0.0.9", 9, "UDP", "probe", None),
         ("100::9", 9, "UDP", "probe", None),
         (cluster_ip(10, Family.IPV6), 80, "UDP", "ClusterIP", "default/dns"),
     ]
-    assert {row.scope for row in rows} == {"internal"}
+    assert {row.scope for row in found} == {"internal"}
 
 
 def test_ports_show_ranges_flags_and_policies() -> None:
@@ -182,7 +182,7 @@ def test_ports_show_ranges_flags_and_policies() -> None:
         ),
         planned(port_name("none", ""), nothing=Verdict.DROP),
     )
-    none, web = inspect.port_rows(seen.ports, seen.names)
+    none, web = rows.port_rows(seen.ports, seen.names)
     assert web == PortRow(
         slot=1,
         id=seen.ports[1].id,
@@ -212,19 +212,19 @@ def test_backends_show_in_which_ranges_each_slot_is() -> None:
             external=[backend(pod_ip(1), local=True)],
         )
     )
-    rows = inspect.backend_rows(seen)
-    assert [(row.slot, row.address, row.flags, row.ranges) for row in rows] == [
+    found = rows.backend_rows(seen)
+    assert [(row.slot, row.address, row.flags, row.ranges) for row in found] == [
         (0, pod_ip(1), ["local"], ["internal", "external"]),
         (1, pod_ip(2), ["terminating"], ["draining"]),
     ]
-    assert {row.service for row in rows} == {"default/web:http"}
+    assert {row.service for row in found} == {"default/web:http"}
 
 
 def test_a_slot_of_another_owner_is_shown_as_foreign() -> None:
     seen = snapshot(planned(port_name(), backend(pod_ip(1))))
     (port,) = seen.ports
     (slot,) = seen.backends[port.id]
-    (row,) = inspect.backend_rows(seen._replace(backends={port.id: (slot._replace(owner=77),)}))
+    (row,) = rows.backend_rows(seen._replace(backends={port.id: (slot._replace(owner=77),)}))
     assert (row.flags, row.id, row.service) == (["foreign"], 77, None)
 
 
@@ -244,14 +244,14 @@ def test_affinity_shows_the_client_of_each_path_and_an_age() -> None:
         affinity(struct.pack("=QQ", 12, 0), owner=9, path=0, used_ns=10**12),
         affinity(struct.pack("=QQ", 99, 0), owner=1, path=0, used_ns=0),
     ]
-    rows = inspect.affinity_rows(items, NAMES, now_ns=5_500_000_000)
-    assert [(row.client, row.path, row.age_seconds, row.service) for row in rows] == [
+    found = rows.affinity_rows(items, NAMES, now_ns=5_500_000_000)
+    assert [(row.client, row.path, row.age_seconds, row.service) for row in found] == [
         ("99", "socket", 5.5, "default/web:http"),
         ("4711", "socket", 2.5, "default/web:http"),
         ("fd00::7", "packet", 4.5, "default/web:http"),
         ("12", "socket", 0.0, None),
     ]
-    assert (rows[0].address, rows[0].port) == (pod_ip(1), 8080)
+    assert (found[0].address, found[0].port) == (pod_ip(1), 8080)
 
 
 def test_members_show_the_role_by_service() -> None:
@@ -259,8 +259,8 @@ def test_members_show_the_role_by_service() -> None:
         planned(port_name("a", "", protocol=Protocol.UDP), backend(pod_ip(2))),
         planned(port_name("b", ""), backend(pod_ip(1)), affinity_s=10),
     )
-    rows = inspect.member_rows(seen.members, seen.names)
-    assert [(row.service, row.address, row.port, row.role) for row in rows] == [
+    found = rows.member_rows(seen.members, seen.names)
+    assert [(row.service, row.address, row.port, row.role) for row in found] == [
         ("default/a", pod_ip(2), 8080, "serving"),
         ("default/b", pod_ip(1), 8080, "internal"),
     ]
@@ -275,7 +275,7 @@ def test_connected_udp_sockets_show_cookies_and_backend() -> None:
             layout.pack(parse_address(pod_ip(1)), (53).to_bytes(2), 2, 7),
         ),
     ]
-    assert inspect.udp_conn_rows(items, NAMES) == [
+    assert rows.udp_conn_rows(items, NAMES) == [
         UdpConnRow(20, 7, pod_ip(1), 53, 2, "default/dns"),
         UdpConnRow(30, 8, "127.0.0.1", 0, 5, None),
     ]
@@ -283,8 +283,8 @@ def test_connected_udp_sockets_show_cookies_and_backend() -> None:
 
 def test_connections_are_those_of_the_slot() -> None:
     seen = snapshot(planned(port_name("a", "")), planned(port_name("b", "")))
-    rows = inspect.connections_rows(seen.ports, seen.names, lambda slot: 100 + slot)
-    assert [(row.slot, row.service, row.connections) for row in rows] == [
+    found = rows.connections_rows(seen.ports, seen.names, lambda slot: 100 + slot)
+    assert [(row.slot, row.service, row.connections) for row in found] == [
         (0, "default/a", 100),
         (1, "default/b", 101),
     ]
@@ -293,11 +293,11 @@ def test_connections_are_those_of_the_slot() -> None:
 def test_a_probe_is_shown_for_the_hooks_that_met_one() -> None:
     entries = [bytes(16)] * abi.CONSTANTS["HOOK_COUNT"]
     entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 3)
-    assert inspect.probe_rows(entries) == [ProbeRow("connect6", 44, 3)]
+    assert rows.probe_rows(entries) == [ProbeRow("connect6", 44, 3)]
 
 
 def test_names_are_sorted_by_name_then_id() -> None:
-    assert inspect.name_rows({5: "b/b", 7: "a/a", 6: "a/a"}) == [
+    assert rows.name_rows({5: "b/b", 7: "a/a", 6: "a/a"}) == [
         NameRow(6, "a/a"),
         NameRow(7, "a/a"),
         NameRow(5, "b/b"),
@@ -317,7 +317,7 @@ def test_names_are_sorted_by_name_then_id() -> None:
 )
 def test_settings_survive_whatever_the_agent_left(left: bytes, options: dict[str, object]) -> None:
     raw = abi.LAYOUTS["settings"].pack(3, 30 * 10**9, 120 * 10**9, 0xABC, left)
-    assert inspect.settings_row(raw) == SettingsRow(3, 30, 120, "0000000000000abc", options)
+    assert rows.settings_row(raw) == SettingsRow(3, 30, 120, "0000000000000abc", options)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_settings_survive_whatever_the_agent_left(left: bytes, options: dict[str
     [(0, []), (1, ["affinity"]), (6, ["none", "none_local"]), (0x40, ["0x40"])],
 )
 def test_flags_are_words_and_unknown_ones_numbers(flags: int, words: list[str]) -> None:
-    assert inspect.flag_words(flags, abi.names_of("WORD_")) == words
+    assert rows.flag_words(flags, abi.names_of("WORD_")) == words
 
 
 # --- services ------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_the_families_of_a_service_port_are_one_entry() -> None:
     v4 = planned(port_name(), backend(pod_ip(1), local=True), affinity_s=60)
     v6 = planned(port_name(family=Family.IPV6), backend(pod_ip(1, Family.IPV6)), affinity_s=60)
     (one,) = listed(v4, v6, connections=lambda slot: 10 + slot)
-    assert one.service == inspect.Service(
+    assert one.service == rows.Service(
         service="default/web:http",
         id=snapshot(v4, v6).ports[0].id,
         protocol="TCP",
@@ -475,6 +475,6 @@ def test_a_slot_without_a_name_is_listed_last_and_by_itself() -> None:
     seen = read(tables)
     for port in seen.ports[:2]:
         tables.names.delete(ID.pack(port.id))
-    found = inspect.services(read(tables), lambda _slot: 0)
+    found = rows.services(read(tables), lambda _slot: 0)
     assert [one.service.service for one in found] == ["default/c", None, None]
     assert [index_of(one.service.id) for one in found] == [2, 0, 1]
