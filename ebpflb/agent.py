@@ -14,22 +14,34 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from http import HTTPStatus
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import structlog
 
-from ebpflb import __version__
+from ebpflb import __version__, events, sysctls
 from ebpflb.config import Config
+from ebpflb.configwatch import ConfigWatch
 from ebpflb.datapath.base import Datapath
 from ebpflb.datapath.ebpf.attach import cgroup2_root
 from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
-from ebpflb.health import Health, HttpServer, Response, Route, json_response, text
+from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
+from ebpflb.kubeproxy.schema import GROUP, as_builtins
 from ebpflb.metrics import Metrics
-from ebpflb.model import Event, Node, ServicePortName, Synced, Upserted
+from ebpflb.model import (
+    Deleted,
+    EndpointSlice,
+    Event,
+    Node,
+    Refused,
+    ServicePortName,
+    Synced,
+    Upserted,
+)
+from ebpflb.nodelife import is_eligible, why_restart
 from ebpflb.planner.plan import Planner
+from ebpflb.programming import Programming
 from ebpflb.sources.manifests import ManifestSource
 
 _log = structlog.get_logger("agent")
@@ -42,8 +54,10 @@ class _Wake:
     """Something that was deferred can go on."""
 
 
-class _Stop:
-    """End the loop; the data path stays."""
+class _Stop(NamedTuple):
+    """End the loop; the data path stays. ``reason``: why the agent is to be started anew."""
+
+    reason: str = ""
 
 
 class Loop:
@@ -57,6 +71,9 @@ class Loop:
         *,
         node_name: str,
         audit_period_s: float,
+        min_sync_period_s: float = 0.0,
+        why_restart: Callable[[Node | None, Node | None], str] = lambda _known, _now: "",
+        tell: Callable[[events.Event], None] = lambda _event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._planner = planner
@@ -64,7 +81,14 @@ class Loop:
         self._health = health
         self._node_name = node_name
         self._audit_period_s = audit_period_s
+        self._min_sync_period_s = min_sync_period_s
+        self._why_restart = why_restart
+        self._tell = tell
         self._clock = clock
+        self._programming = Programming(time.time())
+        self._known_node: Node | None = None
+        self.node: Node | None = None
+        """This node as it was last told; any thread may look."""
         self._queue: queue.SimpleQueue[Event | _Wake | _Stop] = queue.SimpleQueue()
         self._synced = False
         self._first = True
@@ -73,6 +97,8 @@ class Loop:
         self._retry_s = RETRY_MIN_S
         self._retry_at: float | None = None
         self._audit_at = float("inf")
+        self._sync_at = 0.0  # not before; what waits for it:
+        self._is_due = self._woken = self._retry = False
 
     def put(self, event: Event) -> None:
         self._queue.put(event)
@@ -80,33 +106,39 @@ class Loop:
     def wake(self) -> None:
         self._queue.put(_Wake())
 
-    def stop(self) -> None:
-        self._queue.put(_Stop())
+    def stop(self, reason: str = "") -> None:
+        self._queue.put(_Stop(reason))
 
     def failures(self) -> dict[str, str]:
         """Which service ports are not programmed as planned, and why. Any thread may ask."""
         return {str(name): str(error) for name, error in self._failed.copy().items()}
 
-    def run(self, datapath: Datapath) -> None:
-        """Until ``stop``. Raises DatapathError only for what can never work here."""
+    def run(self, datapath: Datapath) -> str:
+        """Until ``stop``, whose reason it returns. Raises DatapathError for what can never work."""
         while True:
             events, woken, stopping = self._drain()
-            if stopping:
-                return
+            if stopping is not None:
+                return stopping.reason
             now = self._clock()
-            retry = self._retry_at is not None and now >= self._retry_at
             for event in events:
                 self._apply(event)
-            if self._synced and (events or woken or retry):
-                self._sync(datapath, woken=woken, retry=retry)
+            self._woken |= woken
+            self._retry |= self._retry_at is not None and now >= self._retry_at
+            self._is_due |= bool(events) or self._woken or self._retry
+            if self._synced and self._is_due and now >= self._sync_at:
+                self._sync(datapath, woken=self._woken, retry=self._retry)
+                self._is_due = self._woken = self._retry = False
+                self._sync_at = self._clock() + self._min_sync_period_s  # SYNC-02
             if now >= self._audit_at:
                 self._audit(datapath)
 
-    def _drain(self) -> tuple[list[Event], bool, bool]:
+    def _drain(self) -> tuple[list[Event], bool, _Stop | None]:
         """Wait for something to do, then take all that there is."""
         events: list[Event] = []
-        woken = stopping = False
+        woken, stopping = False, None
         due = min(self._audit_at, self._retry_at or float("inf"))
+        if self._synced and self._is_due:
+            due = min(due, self._sync_at)
         timeout = None if due == float("inf") else max(0.0, due - self._clock())
         with contextlib.suppress(queue.Empty):
             item = self._queue.get(timeout=timeout)
@@ -114,7 +146,7 @@ class Loop:
                 if isinstance(item, _Wake):
                     woken = True
                 elif isinstance(item, _Stop):
-                    stopping = True
+                    stopping = item
                 else:
                     events.append(item)
                 item = self._queue.get_nowait()
@@ -125,17 +157,33 @@ class Loop:
             self._synced = True
             return
         key = event.obj.key if isinstance(event, Upserted) else event.key
-        if key.kind == Node.__name__ and key.name != self._node_name:
-            return
+        if key.kind == Node.__name__:
+            if key.name != self._node_name:
+                return
+            self._follow_node(event)
+        elif isinstance(event, Upserted) and isinstance(event.obj, EndpointSlice):
+            self._programming.changed(event.obj)
+        elif key.kind == EndpointSlice.__name__:
+            self._programming.deleted(key)
         self._metrics.event(key.kind)
         self._health.queued()
         self._planner.apply(event)
+
+    def _follow_node(self, event: Upserted | Deleted | Refused) -> None:
+        if isinstance(event, Refused):
+            return  # there is one, whatever it says
+        now = event.obj if isinstance(event, Upserted) and isinstance(event.obj, Node) else None
+        why = self._why_restart(self._known_node, now)
+        self._known_node, self.node = self._known_node or now, now
+        if why:
+            self.stop(why)
 
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
         started = self._clock()
         update = self._planner.update()
         for one in update.rejected:
             _log.warning("not served", object=str(one.key), reason=one.reason)
+            self._tell(events.not_served(one))
         for one in update.mended:
             _log.info("served again", object=str(one.key), was=one.reason)
         self._metrics.rejected(self._planner.rejected_count)
@@ -158,6 +206,9 @@ class Loop:
             self._audit_at = self._clock() + self._audit_period_s
         self._note(update.plan.ports.keys(), changed, report.failed)
         self._waiting = (self._waiting - changed) | report.deferred
+        behind = self._waiting | self._failed.keys()
+        for family, seconds in self._programming.synced(time.time(), behind):
+            self._metrics.programmed(family, seconds)
         duration = self._clock() - started
         self._metrics.synced(
             duration,
@@ -228,34 +279,6 @@ def _notice(event: str, /, **fields: object) -> None:
     _log.warning(event, **fields)
 
 
-def _routes(
-    health: Health, metrics: Metrics, loop: Loop, mode: str
-) -> tuple[dict[str, Route], dict[str, Route]]:
-    """What the health server and the metrics server answer, by path."""
-
-    def livez() -> Response:
-        status = HTTPStatus.OK if health.healthy() else HTTPStatus.SERVICE_UNAVAILABLE
-        metrics.livez.labels(str(int(status))).inc()
-        return json_response(health.body(node_eligible=None), status)
-
-    def healthz() -> Response:
-        status = HTTPStatus.OK if health.healthy() else HTTPStatus.SERVICE_UNAVAILABLE
-        metrics.healthz.labels(str(int(status))).inc()
-        return json_response(health.body(node_eligible=True), status)
-
-    return (
-        {"/healthz": healthz, "/livez": livez},
-        {
-            "/healthz": lambda: text("ok"),
-            "/metrics": lambda: Response(
-                HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", metrics.exposition()
-            ),
-            "/proxyMode": lambda: text(mode),
-            "/failures": lambda: json_response(loop.failures()),
-        },
-    )
-
-
 @contextlib.contextmanager
 def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions."""
@@ -279,19 +302,30 @@ def _end() -> NoReturn:
 
 
 def run(config: Config) -> None:
-    """Run until SIGTERM or SIGINT. Raises what the user must mend."""
+    """Run until SIGTERM or SIGINT. Raises what the user must mend; exits 1 to be started anew."""
     cgroup = config.cgroup or cgroup2_root()
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)
     )
+    sysctls.set_oom_score_adj(config.kube_proxy.oom_score_adj)
+    sysctls.set_conntrack(config.kube_proxy.conntrack)
     metrics = Metrics()
     health = Health(config.sync_period_s)
+    recorder = None  # with an API server: Recorder(client.post, config.node_name)
+    tell = recorder.tell if recorder else lambda _event: None
+    uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
+    from_files = config.manifests is not None
     loop = Loop(
         Planner(config.node_name),
         metrics,
         health,
         node_name=config.node_name,
         audit_period_s=config.audit_period_s,
+        min_sync_period_s=config.min_sync_period_s or 0.0,
+        why_restart=lambda known, now: (
+            "" if from_files else why_restart(known, now, uses_pod_cidrs=uses_pod_cidrs)
+        ),
+        tell=tell,
     )
     options = EbpfOptions(
         pin_path=config.pin_path,
@@ -299,7 +333,9 @@ def run(config: Config) -> None:
         map_sizes=config.map_sizes,
         show_service_tcp=config.show_service_tcp,
         agent={
-            "manifests": str(config.manifests.resolve()),
+            "manifests": str(config.manifests.resolve()) if config.manifests else "",
+            "kubeconfig": config.kubeconfig,
+            "master": config.master,
             "hostname": config.node_name,
             "cgroup": str(cgroup),
             "healthz_bind_address": config.healthz_bind_address,
@@ -307,21 +343,52 @@ def run(config: Config) -> None:
             "version": __version__,
         },
     )
-    health_routes, metrics_routes = _routes(health, metrics, loop, "ebpf")
+    probes = health_routes(
+        health,
+        is_eligible=lambda: (from_files and loop.node is None) or is_eligible(loop.node),
+        answered=metrics.probed,
+    )
+    admin = admin_routes(
+        exposition=metrics.exposition,
+        mode="ebpf",
+        configz={GROUP: as_builtins(config.kube_proxy)},
+    ) | {"/failures": lambda: json_response(loop.failures())}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_signal(_end))  # a start may wait for the lock for long
+        if recorder:
+            recorder.start()
+            stack.callback(recorder.close)
+        tell(events.starting(config.node_name))
         for flag, address, routes in (
-            ("--healthz-bind-address", config.healthz_bind_address, health_routes),
-            ("--metrics-bind-address", config.metrics_bind_address, metrics_routes),
+            ("--healthz-bind-address", config.healthz_bind_address, probes),
+            ("--metrics-bind-address", config.metrics_bind_address, admin),
         ):
             if address:
-                server = HttpServer(flag, address, routes, hard_fail=config.bind_address_hard_fail)
+                server = HttpServer(
+                    flag,
+                    address,
+                    routes,
+                    hard_fail=config.bind_address_hard_fail,
+                    failed=lambda flag, why: tell(
+                        events.cannot_listen(config.node_name, flag, why)
+                    ),
+                )
                 stack.callback(server.close)
+        if config.config_file is not None:
+            changed = f"{config.config_file} says something else now"
+            watch = ConfigWatch(
+                config.config_file, config.config_content, lambda: loop.stop(changed)
+            )
+            watch.start()
+            stack.callback(watch.stop)
         source = ManifestSource(config.manifests, loop.put, notice=_notice)
         datapath = stack.enter_context(start_ebpf(options, loop.wake))
         stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
         stack.enter_context(_on_signal(loop.stop))
         source.start()
         stack.callback(source.stop)
-        loop.run(datapath)
+        reason = loop.run(datapath)
+    if reason:
+        _log.error("ended, to be started anew; the data path stays", reason=reason)
+        raise SystemExit(1)
     _log.info("stopped")

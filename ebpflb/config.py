@@ -1,28 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent was told, checked: every wrong flag is named before anything is touched."""
+"""What the agent was told, made into one Config: every wrong setting is named before anything runs.
+
+Three things say it: the flags that are kube-proxy's, a KubeProxyConfiguration file in their place,
+and the flags that are ours alone, which count beside either. Pure but for the host's name. This
+file must not know how a command line or a file is taken apart.
+"""
 
 from __future__ import annotations
 
-import ipaddress
+import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 
+from ebpflb import durations
+from ebpflb.durations import Duration
 from ebpflb.errors import ConfigError
+from ebpflb.kubeproxy import flags, rules
+from ebpflb.kubeproxy.flags import FLAGS, LOG_FLAGS, Given
+from ebpflb.kubeproxy.schema import MODE_SECTIONS, KubeProxyConfiguration, with_defaults
+from ebpflb.model import format_address, parse_address
 
 DEFAULT_PIN_PATH = "/sys/fs/bpf/ebpflb"
 SYNC_PERIOD_S = 30.0
 AUDIT_PERIOD_S = 60.0
+DEBUG_VERBOSITY: Final = 4
+"""kube-proxy's level from which on it says what only debugging needs."""
 
-_MODES = ("auto", "ebpf", "iptables")
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent's configuration. Addresses are ``IP:port``, "" switches the server off."""
+    """The agent's configuration. Addresses are ``IP:port``, "" switches the server off.
 
-    manifests: Path
+    ``manifests`` None: the API server says what exists, reached by ``kubeconfig`` and ``master``,
+    which are "" for the pod's own credentials. ``min_sync_period_s`` None is the mode's default.
+    ``config_file`` is to be watched, ``config_content`` is what it said (CFG-51). ``kube_proxy`` is
+    the whole effective configuration in kube-proxy's shape, for /configz and for what is read
+    nowhere else.
+    """
+
+    manifests: Path | None = None
+    kubeconfig: str = ""
+    master: str = ""
     node_name: str
     proxy_mode: str = "auto"
     pin_path: Path = Path(DEFAULT_PIN_PATH)
@@ -32,28 +55,248 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     metrics_bind_address: str = "127.0.0.1:10249"
     bind_address_hard_fail: bool = False
     sync_period_s: float = SYNC_PERIOD_S
+    min_sync_period_s: float | None = None
     audit_period_s: float = AUDIT_PERIOD_S
     show_service_tcp: bool = True
+    config_file: Path | None = None
+    config_content: bytes = b""
+    log_json: bool = False
+    verbosity: int = 0
+    kube_proxy: KubeProxyConfiguration = with_defaults(KubeProxyConfiguration())
 
-    def checked(self) -> Config:
-        """Itself. Raises ConfigError naming the flag that is wrong."""
-        if self.proxy_mode not in _MODES:
-            raise ConfigError(f"--proxy-mode {self.proxy_mode}: must be one of {', '.join(_MODES)}")
-        if self.proxy_mode == "iptables":
-            raise ConfigError("--proxy-mode iptables: this version has eBPF mode only")
-        if not self.node_name:
-            raise ConfigError("--hostname-override: the node's name is empty")
-        for flag, address in (
-            ("--healthz-bind-address", self.healthz_bind_address),
-            ("--metrics-bind-address", self.metrics_bind_address),
-        ):
-            if address:
-                parse_bind_address(flag, address)
-        if self.sync_period_s <= 0:
-            raise ConfigError(f"--sync-period {self.sync_period_s}: must be more than 0")
-        if self.audit_period_s <= 0:
-            raise ConfigError(f"--audit-period {self.audit_period_s}: must be more than 0")
-        return self
+
+class Own(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags that are ours, and those of kube-proxy's that no file says; None is not given."""
+
+    manifests: Path | None = None
+    pin_path: Path = Path(DEFAULT_PIN_PATH)
+    cgroup: Path | None = None
+    map_sizes: tuple[str, ...] = ()
+    sync_period: str | None = None
+    audit_period: str | None = None
+    tcp_peer_name: bool = True
+    log_format: str | None = None
+    hostname_override: str | None = None
+    master: str = ""
+
+
+class File(NamedTuple):
+    """What ``--config`` names, and what it says, defaults not yet filled in.
+
+    ``problems`` are what a strict reader would not have taken.
+    """
+
+    path: Path
+    content: bytes
+    config: KubeProxyConfiguration
+    problems: tuple[str, ...] = ()
+
+
+class Notice(NamedTuple):
+    """Something the user should know that is no error: an event of the log and its fields.
+
+    A field of "" has nothing to say.
+    """
+
+    event: str
+    fields: Mapping[str, str]
+    is_warning: bool = True
+
+
+class Resolved(NamedTuple):
+    config: Config
+    notices: tuple[Notice, ...]
+
+
+def require_supported_mode(config: Config) -> None:
+    """Raises ConfigError where the agent of this version cannot run so."""
+    if config.proxy_mode not in {"auto", "ebpf"}:
+        raise ConfigError(
+            f"proxy mode {config.proxy_mode}: this version has eBPF mode only; "
+            "--proxy-mode ebpf chooses it"
+        )
+
+
+def resolve(own: Own, given: Given, file: File | None = None) -> Resolved:
+    """Everything that was said, as one Config. Raises ConfigError for what is wrong in it.
+
+    With a file, kube-proxy's flags must be readable and are ignored, but for --proxy-mode,
+    --hostname-override, --master and those on logging (CFG-38).
+    """
+    kube_proxy = flags.applied(with_defaults(KubeProxyConfiguration()), given)
+    if file is not None:
+        kube_proxy = with_defaults(file.config)
+        if "proxy-mode" in given:
+            kube_proxy = kube_proxy.replaced("mode", given["proxy-mode"][-1])
+    kube_proxy = _with_own(flags.log_flags_applied(kube_proxy, given), own)
+    names = _names(own, given, file)
+    _require_sense(kube_proxy, names)
+    section = kube_proxy.mode_section
+    least: Duration | None = kube_proxy.at(f"{section}.minSyncPeriod")
+    config = Config(
+        manifests=own.manifests,
+        kubeconfig=kube_proxy.client_connection.kubeconfig,
+        master=own.master,
+        node_name=_require_name(kube_proxy, names),
+        proxy_mode="auto" if kube_proxy.mode in rules.MEANING_AUTO else kube_proxy.mode,
+        pin_path=own.pin_path,
+        cgroup=own.cgroup,
+        map_sizes=parse_map_sizes(own.map_sizes),
+        healthz_bind_address=kube_proxy.healthz_bind_address,
+        metrics_bind_address=kube_proxy.metrics_bind_address,
+        bind_address_hard_fail=kube_proxy.bind_address_hard_fail,
+        sync_period_s=kube_proxy.at(f"{section}.syncPeriod").s,
+        min_sync_period_s=None if least is None else least.s,
+        audit_period_s=_audit_period_s(own),
+        show_service_tcp=own.tcp_peer_name,
+        config_file=None if file is None else file.path,
+        config_content=b"" if file is None else file.content,
+        log_json=kube_proxy.logging.format == "json",
+        verbosity=kube_proxy.logging.verbosity,
+        kube_proxy=kube_proxy,
+    )
+    return Resolved(config, tuple(_notices(config, given, file, names)))
+
+
+def _with_own(kube_proxy: KubeProxyConfiguration, own: Own) -> KubeProxyConfiguration:
+    """Our own flags, where they say what a field of kube-proxy's says too."""
+    if own.sync_period is not None:
+        period = parse_period("--sync-period", own.sync_period)
+        kube_proxy = kube_proxy.replaced(f"{kube_proxy.mode_section}.syncPeriod", period)
+    if own.log_format is not None:
+        kube_proxy = kube_proxy.replaced("logging.format", own.log_format)
+    if own.hostname_override:
+        kube_proxy = kube_proxy.replaced("hostnameOverride", own.hostname_override)
+    return kube_proxy
+
+
+def _require_name(kube_proxy: KubeProxyConfiguration, names: _Names) -> str:
+    name = node_name(kube_proxy.hostname_override or None)
+    if not name:
+        raise ConfigError(f"{names.of('hostnameOverride')}: the node's name is empty")
+    return name
+
+
+def _audit_period_s(own: Own) -> float:
+    if own.audit_period is None:
+        return AUDIT_PERIOD_S
+    period = parse_period("--audit-period", own.audit_period)
+    if period.ns <= 0:
+        raise ConfigError(f"--audit-period {own.audit_period}: must be more than 0s")
+    return period.s
+
+
+def _require_sense(kube_proxy: KubeProxyConfiguration, names: _Names) -> None:
+    wrong = rules.problems(kube_proxy, names.of)
+    if len(wrong) > 1:
+        raise ConfigError("\n  ".join([f"{len(wrong)} settings are wrong:", *wrong]))
+    if wrong:
+        raise ConfigError(wrong[0])
+
+
+# --- names and notices ---------------------------------------------------------------------------
+
+
+class _Names(NamedTuple):
+    """What the user called each setting: by flag where a flag says it, else by file and field."""
+
+    flags: Mapping[str, str]
+    file: str
+
+    def of(self, path: str) -> str:
+        called = self.short(path)
+        return f"{self.file}: {path}" if self.file and called == path else called
+
+    def short(self, path: str) -> str:
+        """Without the file."""
+        whole, _, part = path.partition(".")
+        if flag := self.flags.get(path.partition("[")[0]):
+            return flag
+        if flag := self.flags.get(whole):  # featureGates.X: one flag sets them all
+            return f"{flag} {part}"
+        return path
+
+
+def _names(own: Own, given: Given, file: File | None) -> _Names:
+    counting = LOG_FLAGS if file else (*FLAGS, *LOG_FLAGS)
+    called = {flag.field: f"--{flag.name}" for flag in counting if flag.name in given}
+    for name in flags.IN_NFTABLES:
+        if flag := called.get(f"iptables.{name}"):
+            called[f"nftables.{name}"] = flag
+    if "proxy-mode" in given:
+        called["mode"] = "--proxy-mode"
+    for value, flag, fields in (
+        (own.sync_period, "--sync-period", [f"{s}.syncPeriod" for s in MODE_SECTIONS]),
+        (own.log_format, "--log-format", ["logging.format"]),
+        (own.hostname_override, "--hostname-override", ["hostnameOverride"]),
+    ):
+        if value:
+            called.update(dict.fromkeys(fields, flag))
+    return _Names(called, str(file.path) if file else "")
+
+
+def _notices(config: Config, given: Given, file: File | None, names: _Names) -> Iterator[Notice]:
+    mode = config.kube_proxy.mode
+    if file and file.problems:
+        found = "; ".join(file.problems)
+        yield Notice("read leniently", {"file": names.file, "problems": found})
+    if file and (beside := _flags_beside_a_file(given)):
+        yield Notice("flags ignored: --config is given", {"flags": ", ".join(beside)})
+    if mode in rules.MEANING_AUTO - {"auto"} and (file or "proxy-mode" in given):
+        fields = {"setting": names.of("mode"), "says": mode or '""'}
+        yield Notice("proxy mode auto: eBPF where this kernel can", fields, is_warning=False)
+    if without := dict(_without_effect(config, given, file, names)):
+        yield Notice("settings without effect", {"file": names.file, **without})
+
+
+def _without_effect(
+    config: Config, given: Given, file: File | None, names: _Names
+) -> Iterator[tuple[str, str]]:
+    """Settings that were made in vain, in groups by why."""
+    said = _said(config, given, file)
+    nothing, not_yet = rules.without_effect(said, config.kube_proxy.mode_section)
+    unused = _unused_flags(config, given, file)
+    beside = "clientConnection.kubeconfig" if config.manifests and config.kubeconfig else ""
+    for why, called in (
+        ("mean_nothing_here", [*map(names.short, nothing), *unused]),
+        ("not_in_this_version", [*map(names.short, not_yet)]),
+        ("not_beside_manifests", [names.short(beside)] if beside else []),
+    ):
+        if called:
+            yield why, ", ".join(called)
+
+
+def _flags_beside_a_file(given: Given) -> list[str]:
+    return [f"--{flag.name}" for flag in FLAGS if flag.name in given and flag.name != "proxy-mode"]
+
+
+def _unused_flags(config: Config, given: Given, file: File | None) -> list[str]:
+    """The flags that set no field and change nothing."""
+    unused = [f"--{name}" for name in ("boot-id-file", "machine-id-file") if name in given]
+    for name, address in (
+        ("healthz-port", config.healthz_bind_address),
+        ("metrics-port", config.metrics_bind_address),
+    ):
+        port = flags.deprecated_port(given, name)
+        if port and not address.endswith(f":{port}"):
+            unused.append(f"--{name}")
+    return [] if file else unused
+
+
+def _said(config: Config, given: Given, file: File | None) -> list[str]:
+    """The fields that somebody set: by a flag at all, in the file to another than the default."""
+    counting = LOG_FLAGS if file else (*FLAGS, *LOG_FLAGS)
+    paths = {flag.field: None for flag in counting if flag.name in given}
+    if file:
+        default = with_defaults(KubeProxyConfiguration())
+        paths |= dict.fromkeys(rules.differing(with_defaults(file.config), default))
+    paths.pop("featureGates", None)
+    paths |= {f"featureGates.{name}": None for name in config.kube_proxy.feature_gates}
+    paths.pop("", None)
+    return list(paths)
+
+
+# --- single settings -----------------------------------------------------------------------------
 
 
 def node_name(override: str | None) -> str:
@@ -63,15 +306,18 @@ def node_name(override: str | None) -> str:
 
 def parse_bind_address(flag: str, text: str) -> tuple[str, int]:
     """``(IP, port)`` of ``IP:port`` or ``[IP]:port``. Raises ConfigError naming the flag."""
-    host, _, port = text.rpartition(":")
-    try:
-        address = str(ipaddress.ip_address(host.strip("[]")))
-        number = int(port)
-    except ValueError:
-        address, number = "", 0
-    if not 1 <= number <= 65535:
+    if not rules.is_host_port(text):
         raise ConfigError(f"{flag} {text}: must be IP:port, or empty to switch it off")
-    return address, number
+    host, _, port = text.rpartition(":")
+    return format_address(parse_address(host.strip("[]"))), int(port)
+
+
+def parse_period(flag: str, text: str) -> Duration:
+    """A duration such as ``30s``, or a number of seconds. Raises ConfigError naming the flag."""
+    try:
+        return Duration.seconds(float(text)) if _NUMBER.fullmatch(text) else durations.parse(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: must be a duration such as 30s or 1m0s") from None
 
 
 def parse_map_sizes(texts: Iterable[str]) -> dict[str, int]:

@@ -2,13 +2,15 @@
 """The two small HTTP servers: health for kubelet and load balancers, metrics for people.
 
 They run in threads of their own and read a clock, so that they turn red also when the loop hangs.
-Answers are kube-proxy's, byte for byte where something parses them.
+Answers are kube-proxy's, byte for byte where something parses them. How a metric is counted and
+what a configuration holds is not known here: functions tell it.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -62,12 +64,16 @@ class Health:
         return queued_at is None or self._clock() - queued_at < self._limit_s
 
     def body(self, *, node_eligible: bool | None) -> dict[str, object]:
-        """HZ-02; ``node_eligible`` None leaves it out, as /livez does."""
+        """HZ-02; ``node_eligible`` None leaves it out, as /livez does.
+
+        What is answered with 200 was updated just now (HZ-06); the families say when they really
+        were.
+        """
         now = self._clock()
         healthy = self.healthy()
-        updated = _rfc3339(now if healthy else self._updated_at)
+        updated = _rfc3339(self._updated_at)
         body: dict[str, object] = {
-            "lastUpdated": updated,
+            "lastUpdated": _rfc3339(now) if healthy and node_eligible is not False else updated,
             "currentTime": _rfc3339(now),
             "healthy": healthy,
         }
@@ -91,18 +97,112 @@ def json_response(body: object, status: int = HTTPStatus.OK) -> Response:
     return Response(status, "application/json", json.dumps(body).encode())
 
 
+# --- what is answered where ----------------------------------------------------------------------
+
+
+def health_routes(
+    health: Health, *, is_eligible: Callable[[], bool], answered: Callable[[str, int], None]
+) -> dict[str, Route]:
+    """/healthz for load balancers, /livez for kubelet (HZ-01 to HZ-05).
+
+    ``is_eligible``: may this node have new traffic? ``answered`` is told each path and status.
+    """
+
+    def answer(path: str, status: HTTPStatus, *, node_eligible: bool | None) -> Response:
+        answered(path, status)
+        return json_response(health.body(node_eligible=node_eligible), status)
+
+    def healthz() -> Response:
+        eligible = is_eligible()
+        return answer("/healthz", _status(health.healthy() and eligible), node_eligible=eligible)
+
+    def livez() -> Response:
+        return answer("/livez", _status(health.healthy()), node_eligible=None)
+
+    return {"/healthz": healthz, "/livez": livez}
+
+
+def admin_routes(
+    *, exposition: Callable[[], bytes], mode: str, configz: object
+) -> dict[str, Route]:
+    """What the metrics server answers (ADM-01 to ADM-05); ``configz`` is data for JSON.
+
+    There is no profiling and no changing of the log's level here, whatever the configuration says:
+    nobody is asked who they are (SEC-05).
+    """
+    slis = _Slis()
+
+    def healthz() -> Response:
+        slis.checked()
+        return text("ok")
+
+    return {
+        "/healthz": healthz,
+        "/metrics": lambda: Response(HTTPStatus.OK, _PROMETHEUS, exposition()),
+        "/metrics/slis": lambda: Response(HTTPStatus.OK, _PROMETHEUS, slis.exposition()),
+        "/proxyMode": lambda: text(mode),
+        "/configz": lambda: json_response(configz),
+    }
+
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+_SLIS = """\
+# HELP kubernetes_healthcheck The result of a health check, 1 for good.
+# TYPE kubernetes_healthcheck gauge
+kubernetes_healthcheck{{name="ping",type="healthz"}} 1
+# HELP kubernetes_healthchecks_total How often a health check was made, by its result.
+# TYPE kubernetes_healthchecks_total counter
+kubernetes_healthchecks_total{{name="ping",status="success",type="healthz"}} {checks}
+"""
+
+
+class _Slis:
+    """The component's service level indicators: that its health was asked for, and was good.
+
+    kube-proxy has one check there, which only says that the server answers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._checks = 0
+
+    def checked(self) -> None:
+        with self._lock:
+            self._checks += 1
+
+    def exposition(self) -> bytes:
+        return _SLIS.format(checks=self._checks).encode() if self._checks else b""
+
+
+def _status(is_good: bool) -> HTTPStatus:  # noqa: FBT001 - one argument needs no name
+    return HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
 class HttpServer:
     """Serves ``routes`` at ``address`` from a thread; a port that is taken is tried again.
 
-    With ``hard_fail`` the constructor raises ConfigError instead.
+    With ``hard_fail`` the constructor raises ConfigError instead. ``failed`` is told the flag and
+    why nothing listens there, once.
     """
 
     def __init__(
-        self, flag: str, address: str, routes: Mapping[str, Route], *, hard_fail: bool
+        self,
+        flag: str,
+        address: str,
+        routes: Mapping[str, Route],
+        *,
+        hard_fail: bool,
+        failed: Callable[[str, str], None] = lambda _flag, _reason: None,
     ) -> None:
         self._flag = flag
         self._address = address
         self._routes = routes
+        self._failed = failed
         self._closing = threading.Event()
         self._server = self._bind(hard_fail=hard_fail)
         self._thread = threading.Thread(target=self._run, name=flag.strip("-"), daemon=True)
@@ -135,6 +235,7 @@ class HttpServer:
             if hard_fail:
                 raise ConfigError(what) from None
             if not quiet:
+                self._failed(self._flag, what)
                 _log.error(
                     "cannot listen; trying again",
                     flag=self._flag,
@@ -153,13 +254,36 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
         class Handler(_Handler):
             pass
 
         Handler.routes = routes
+        if host in _WILDCARDS and _has_ipv6():
+            host = "::"
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
+
+    def server_bind(self) -> None:
+        """Bind to both families where all addresses are meant, as kube-proxy does.
+
+        The base class would ask DNS for this host's name, which may take long and is of no use.
+        """
+        if self.address_family == socket.AF_INET6:
+            both = self.server_address[0] == "::"
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+
+_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from ebpflb import __version__
 from ebpflb.model import Family
+from ebpflb.programming import BUCKETS_S, FINE_BUCKETS_S
 
 _SYNC_BUCKETS = [0.001 * 2**k for k in range(15)]
 _FINE_BUCKETS = [0.0001 * 2**k for k in range(16)]
@@ -114,6 +115,23 @@ class Metrics:
             buckets=_FINE_BUCKETS,
             registry=registry,
         )
+        self._programming = Histogram(
+            "kubeproxy_network_programming_duration_seconds",
+            "From the change of an endpoint in the cluster until this node follows it.",
+            ["ip_family"],
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+        self._fine_programming = Histogram(
+            "ebpflb_network_programming_duration_seconds",
+            "From the change of an endpoint in the cluster until this node follows it, from 1 ms.",
+            ["ip_family"],
+            buckets=FINE_BUCKETS_S,
+            registry=registry,
+        )
+        for family in Family:
+            self._programming.labels(family.label)
+            self._fine_programming.labels(family.label)
         self._writes = counter("ebpflb_map_writes", "Map entries written or deleted by syncs.")
         self._repairs = counter(
             "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
@@ -129,8 +147,10 @@ class Metrics:
         self._rejected = gauge(
             "ebpflb_objects_rejected", "Objects that are not served, wholly or in part."
         )
-        self.healthz = counter("kubeproxy_proxy_healthz", "Answers of /healthz.", ["code"])
-        self.livez = counter("kubeproxy_proxy_livez", "Answers of /livez.", ["code"])
+        self._probes = {
+            path: counter(f"kubeproxy_proxy_{path[1:]}", f"Answers of {path}.", ["code"])
+            for path in ("/healthz", "/livez")
+        }
         mode = gauge("ebpflb_build_info", "Version and mode; always 1.", ["version", "mode"])
         mode.labels(__version__, "ebpf").set(1)
 
@@ -167,6 +187,15 @@ class Metrics:
         self._writes.inc(writes)
         self._service_ports.set(service_ports)
         self._failed.set(failed)
+
+    def programmed(self, family: Family, seconds: float) -> None:
+        """A change of endpoints is in force, so long after it was made."""
+        self._programming.labels(family.label).observe(seconds)
+        self._fine_programming.labels(family.label).observe(seconds)
+
+    def probed(self, path: str, status: int) -> None:
+        """/healthz or /livez was answered."""
+        self._probes[path].labels(str(status)).inc()
 
     def failure(self, thing: str, errno: str) -> None:
         self._failures.labels(thing, errno).inc()

@@ -174,7 +174,8 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
 
     All its endpoints are of one ``family``. They are columns of one length, because there may be
     100,000 of them: endpoint i is at ``addresses[i]`` (its first address) on node ``nodes[i]``
-    ("" where unknown) and in the EndpointState ``states[i]``.
+    ("" where unknown) and in the EndpointState ``states[i]``. ``triggered_s`` is the Unix time of
+    the change that made the slice what it is (MET-30), 0 where nobody says it.
     """
 
     namespace: str
@@ -186,6 +187,7 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
     nodes: tuple[str, ...]
     states: bytes
     problems: tuple[str, ...] = ()
+    triggered_s: float = 0.0
 
     @property
     def key(self) -> ObjectKey:
@@ -193,11 +195,19 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
 
 
 class Node(msgspec.Struct, frozen=True, gc=False):
-    """This node. Only what planning reads."""
+    """This node, as the cluster knows it.
+
+    ``addresses`` are its internal ones and then its external ones, ``taints`` the keys of its
+    taints; ``deleting``: somebody has asked for its deletion.
+    """
 
     name: str
     zone: str = ""
     problems: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
+    pod_cidrs: tuple[str, ...] = ()
+    taints: tuple[str, ...] = ()
+    deleting: bool = False
 
     @property
     def key(self) -> ObjectKey:

@@ -1,34 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ebpflb run``: flags to a Config, then the agent."""
+"""``ebpflb run``: flags and a file to a Config, then the agent.
+
+It takes kube-proxy's command line as it is, spelt as pflag takes it, and our own flags beside it.
+This file must not know what a setting means.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ebpflb.config import AUDIT_PERIOD_S, DEFAULT_PIN_PATH, SYNC_PERIOD_S
+from ebpflb import __version__
+from ebpflb.cli import options
+from ebpflb.config import AUDIT_PERIOD_S, Config, File, Notice, Own
+from ebpflb.errors import ConfigError
+from ebpflb.kubeproxy.flags import BOOL, FLAGS, LOG_FLAGS, Flag
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _FOLDER = click.Path(path_type=Path)
+_TRUE = "true"
 
 
-@click.command(short_help="the agent")
+def _flag(flag: Flag) -> Callable[[_Command], _Command]:
+    """An option that gives the texts as they stood; reading them is the flag's own matter."""
+    return click.option(
+        *(["-v", "--v"] if flag.name == "v" else [f"--{flag.name}"]),
+        multiple=True,
+        metavar=flag.kind.metavar,
+        help=flag.help,
+        hidden=not flag.help,
+        **_as_pflag_bool() if flag.kind is BOOL else {},
+    )
+
+
+def _as_pflag_bool() -> dict[str, Any]:
+    """``--x`` and ``--x=false``, as pflag has it."""
+    return {"is_flag": False, "flag_value": _TRUE}
+
+
+def _kube_proxy_flags(command: _Command) -> _Command:
+    for flag in reversed((*FLAGS, *LOG_FLAGS)):
+        command = _flag(flag)(command)
+    return command
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, text: str | None) -> None:
+    if text is not None and _is_true("version", text):
+        click.echo(f"ebpflb {__version__}")
+        ctx.exit()
+
+
+def _is_true(name: str, text: str | None) -> bool:
+    return bool(Flag(name, BOOL, "").value(text)) if text is not None else False
+
+
+@click.command(
+    short_help="the agent",
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+    epilog="All other flags of kube-proxy are taken too; docs/configuration.md says what becomes "
+    "of each.",
+)
 @click.option(
     "--manifests",
     type=_FOLDER,
-    required=True,
-    help="Folder of YAML or JSON files with Services, EndpointSlices and a Node; watched.",
+    metavar="DIR",
+    help="Folder of YAML or JSON files with Services, EndpointSlices and a Node, watched, in place "
+    "of an API server.",
 )
-@click.option("--proxy-mode", default="auto", show_default=True, help="auto or ebpf.")
 @click.option(
-    "--pin-path",
+    "--config",
+    "config_file",
     type=_FOLDER,
-    default=DEFAULT_PIN_PATH,
-    show_default=True,
-    help="Where maps and links are pinned.",
+    metavar="FILE",
+    help="A KubeProxyConfiguration; most of kube-proxy's flags are ignored beside it.",
 )
-@click.option("--cgroup", type=_FOLDER, help="Attach here.  [default: the root of cgroup v2]")
-@click.option("--hostname-override", help="This node's name.  [default: the host's name]")
+@click.option(
+    "--master", default="", metavar="URL", help="The API server, whatever kubeconfig says."
+)
+@click.option(
+    "--hostname-override", metavar="NAME", help="This node's name.  [default: the host's name]"
+)
+@options.pin_path
+@click.option(
+    "--cgroup", type=_FOLDER, metavar="DIR", help="Attach here.  [default: the root of cgroup v2]"
+)
 @click.option(
     "--map-size",
     "map_sizes",
@@ -36,24 +95,16 @@ _FOLDER = click.Path(path_type=Path)
     metavar="NAME=N[,NAME=N…]",
     help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names.",
 )
-@click.option("--healthz-bind-address", default="0.0.0.0:10256", show_default=True)
-@click.option("--metrics-bind-address", default="127.0.0.1:10249", show_default=True)
-@click.option(
-    "--bind-address-hard-fail", is_flag=True, help="End when an address is taken, do not retry."
-)
 @click.option(
     "--sync-period",
-    default=SYNC_PERIOD_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="/healthz turns red when a change has waited for twice as long.",
+    metavar="DURATION",
+    help="The same as --iptables-sync-period, and counts beside --config too.",
 )
 @click.option(
     "--audit-period",
-    default=AUDIT_PERIOD_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often kernel and plan are compared and differences repaired.",
+    metavar="DURATION",
+    help="How often kernel and plan are compared and differences repaired.  "
+    f"[default: {AUDIT_PERIOD_S:g}s]",
 )
 @click.option(
     "--tcp-peer-name/--no-tcp-peer-name",
@@ -61,45 +112,114 @@ _FOLDER = click.Path(path_type=Path)
     show_default=True,
     help="getpeername() of a TCP socket shows the Service rather than the backend.",
 )
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="[default: text]")
 @click.option(
-    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
+    "--write-config-to",
+    type=_FOLDER,
+    metavar="FILE",
+    help="Write the effective configuration there and end.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Log what only debugging needs.")
+@click.option(
+    "--cleanup",
+    "only_cleanup",
+    metavar="[=BOOL]",
+    help="Remove all that is ours from this node and end: ebpflb cleanup.",
+    **_as_pflag_bool(),
+)
+@click.option(
+    "--init-only",
+    metavar="[=BOOL]",
+    help="Set what needs all privileges (conntrack's sysctls) and end.",
+    **_as_pflag_bool(),
+)
+@click.option(
+    "--version",
+    metavar="[=BOOL]",
+    help="Show the version and end.",
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    **_as_pflag_bool(),
+)
+@_kube_proxy_flags
+@click.pass_context
 def run(
+    ctx: click.Context,
+    /,
     *,
-    manifests: Path,
-    proxy_mode: str,
-    pin_path: Path,
-    cgroup: Path | None,
-    hostname_override: str | None,
-    map_sizes: tuple[str, ...],
-    healthz_bind_address: str,
-    metrics_bind_address: str,
-    bind_address_hard_fail: bool,
-    sync_period: float,
-    audit_period: float,
-    tcp_peer_name: bool,
-    log_format: str,
-    verbose: bool,
+    config_file: Path | None,
+    write_config_to: Path | None,
+    only_cleanup: str | None,
+    init_only: str | None,
+    **flags: Any,
 ) -> None:
     """Serve the Services of this node until SIGTERM; the data path stays when the agent ends."""
-    from ebpflb import agent, logs
-    from ebpflb.config import Config, node_name, parse_map_sizes
+    from ebpflb.config import require_supported_mode, resolve
 
-    logs.configure(json=log_format == "json", verbose=verbose)
-    agent.run(
-        Config(
-            manifests=manifests,
-            node_name=node_name(hostname_override),
-            proxy_mode=proxy_mode,
-            pin_path=pin_path,
-            cgroup=cgroup,
-            map_sizes=parse_map_sizes(map_sizes),
-            healthz_bind_address=healthz_bind_address,
-            metrics_bind_address=metrics_bind_address,
-            bind_address_hard_fail=bind_address_hard_fail,
-            sync_period_s=sync_period,
-            audit_period_s=audit_period,
-            show_service_tcp=tcp_peer_name,
-        ).checked()
-    )
+    names = [flag.name for flag in (*FLAGS, *LOG_FLAGS)]
+    texts = {name: flags.pop(name.replace("-", "_")) for name in names}
+    given = {name: values for name, values in texts.items() if values}
+    file = None if config_file is None else _read(config_file)
+    config, notices = resolve(Own(**flags), given, file)
+    if write_config_to is not None:
+        _write(write_config_to, config)
+    if _is_true("cleanup", only_cleanup):
+        from ebpflb.cli.cleanup import cleanup
+
+        ctx.invoke(cleanup, pin_path=config.pin_path, cgroup=config.cgroup)
+        return
+    _say(config, notices)
+    if _is_true("init-only", init_only):
+        from ebpflb import sysctls
+
+        sysctls.set_conntrack(config.kube_proxy.conntrack)
+        return
+    require_supported_mode(config)
+    from ebpflb import agent
+
+    agent.run(config)
+
+
+def _read(path: Path) -> File:
+    from ebpflb.kubeproxy.file import read
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    config, problems = read(str(path), data)
+    return File(path, data, config, problems)
+
+
+def _write(path: Path, config: Config) -> NoReturn:
+    from ebpflb.kubeproxy.file import text_of
+
+    try:
+        path.write_text(text_of(config.kube_proxy))
+    except OSError as error:
+        raise ConfigError(f"--write-config-to {path}: {error.strerror}") from None
+    click.echo(f"Wrote the configuration to {path}.", err=True)
+    for field, address in (
+        ("healthzBindAddress", config.healthz_bind_address),
+        ("metricsBindAddress", config.metrics_bind_address),
+    ):
+        if not address:
+            click.echo(
+                f'Note: {field} is "" there, which a reader takes for the default address: '
+                "that a server is off can be said by flag alone.",
+                err=True,
+            )
+    raise click.exceptions.Exit(0)
+
+
+def _say(config: Config, notices: tuple[Notice, ...]) -> None:
+    import structlog
+
+    from ebpflb import logs
+    from ebpflb.config import DEBUG_VERBOSITY
+
+    logs.configure(json=config.log_json, verbose=config.verbosity >= DEBUG_VERBOSITY)
+    log = structlog.get_logger("config")
+    for notice in notices:
+        fields = {key: value for key, value in notice.fields.items() if value}
+        (log.warning if notice.is_warning else log.info)(notice.event, **fields)

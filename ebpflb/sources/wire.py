@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import lru_cache
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
@@ -92,16 +93,22 @@ class _Labels(
 class _Annotations(
     msgspec.Struct,
     gc=False,
-    rename={"exclude": "ebpflb.io/exclude", "socket_lb": "ebpflb.io/socket-lb"},
+    rename={
+        "exclude": "ebpflb.io/exclude",
+        "socket_lb": "ebpflb.io/socket-lb",
+        "triggered": "endpoints.kubernetes.io/last-change-trigger-time",
+    },
 ):
     exclude: str | None = None
     socket_lb: str | None = None
+    triggered: str | None = None
 
 
 class _Meta(msgspec.Struct, gc=False, rename="camel"):
     name: str | None = None
     namespace: str | None = None
     creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
     labels: _Labels | None = None
     annotations: _Annotations | None = None
 
@@ -156,8 +163,29 @@ class _EndpointSlice(msgspec.Struct, gc=False, rename="camel"):
     endpoints: list[_Endpoint | None] | None = None
 
 
+class _Taint(msgspec.Struct, gc=False):
+    key: str | None = None
+
+
+class _NodeSpec(msgspec.Struct, gc=False):
+    pod_cidr: str | None = msgspec.field(default=None, name="podCIDR")
+    pod_cidrs: list[str | None] | None = msgspec.field(default=None, name="podCIDRs")
+    taints: list[_Taint | None] | None = None
+
+
+class _NodeAddress(msgspec.Struct, gc=False):
+    type: str | None = None
+    address: str | None = None
+
+
+class _NodeStatus(msgspec.Struct, gc=False):
+    addresses: list[_NodeAddress | None] | None = None
+
+
 class _Node(msgspec.Struct, gc=False):
     metadata: _Meta | None = None
+    spec: _NodeSpec | None = None
+    status: _NodeStatus | None = None
 
 
 # --- what other files call -----------------------------------------------------------------------
@@ -321,6 +349,7 @@ def _endpoint_slice(raw: _EndpointSlice) -> Told:
             nodes=tuple(nodes),
             states=bytes(states),
             problems=problems.texts(),
+            triggered_s=_unix_time((meta.annotations or _Annotations()).triggered),
         )
     )
 
@@ -362,7 +391,31 @@ def _node(raw: _Node) -> Told:
     key = ObjectKey("Node", "", meta.name or "")
     if reason := _unusable_name(key, longest=_MAX_SUBDOMAIN):
         return Refused(key, reason)
-    return Upserted(Node(intern(key.name), zone=(meta.labels or _Labels()).zone or ""))
+    spec = raw.spec or _NodeSpec()
+    problems = _Problems()
+    node = Node(
+        intern(key.name),
+        zone=(meta.labels or _Labels()).zone or "",
+        addresses=_node_addresses(raw.status or _NodeStatus(), problems),
+        pod_cidrs=tuple(cidr for cidr in spec.pod_cidrs or [spec.pod_cidr] if cidr),
+        taints=tuple(taint.key for taint in spec.taints or () if taint and taint.key),
+        deleting=bool(meta.deletion_timestamp),
+        problems=problems.texts(),
+    )
+    return Upserted(node)
+
+
+def _node_addresses(status: _NodeStatus, problems: _Problems) -> tuple[Address, ...]:
+    """The internal addresses, then the external ones, each in the Node's order (CFG-55)."""
+    found: dict[str, list[Address]] = {"InternalIP": [], "ExternalIP": []}
+    for index, raw in enumerate(status.addresses or ()):
+        if raw and raw.type in found:
+            field = f"status.addresses[{index}].address"
+            try:
+                found[raw.type].append(parse_address(raw.address or ""))
+            except ValueError:
+                problems.add(field, raw.address, "is no IP address")
+    return (*found["InternalIP"], *found["ExternalIP"])
 
 
 # --- single fields -------------------------------------------------------------------------------
@@ -425,6 +478,15 @@ def _creation_time(text: str | None, problems: _Problems) -> str:
         problems.add("metadata.creationTimestamp", text, "is not like 2026-01-31T23:59:59Z: unread")
         return ""
     return intern(text)
+
+
+def _unix_time(text: str | None) -> float:
+    """Seconds since 1970 of an RFC 3339 time, 0 where it is none."""
+    try:
+        time = datetime.fromisoformat(text) if text else None
+        return time.timestamp() if time and time.tzinfo else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _flag(annotation: str, text: str | None, *, default: bool, problems: _Problems) -> bool:

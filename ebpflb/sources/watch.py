@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One resource of the API server: listed, then watched, for ever.
+
+Split by fear: an endless loop that nothing can end, list-then-watch inside it, one HTTP stream
+inside that. Every failure ends the stream, costs a pause and is told; what is known stays as it is
+until the server says otherwise. It must not know what an object means, nor who listens.
+
+What is known of the server's state is one resourceVersion. A stream that broke goes on from there.
+Where that cannot be (410 in either of its forms), or where something in the stream could not be
+read, everything is listed anew; objects that the list no longer has are deleted then, and not
+before the list is complete. Order in a stream is the truth; versions are not compared.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from ebpflb.model import Deleted, ObjectKey, Refused, Upserted
+from ebpflb.sources import envelopes, wire
+from ebpflb.sources.client import Client, InterruptedRequestError, Stream
+from ebpflb.sources.envelopes import MalformedError
+from ebpflb.sources.failures import ApiError, status_error
+
+Operation = Literal["list", "watch"]
+
+PAGE: Final = 500
+"""Objects in a page, where the server cares to make pages; client-go's number."""
+
+
+def default_backoff(attempt: int, rng: random.Random) -> float:
+    """Seconds before trying again: from 0.25 doubling to 30, each more or less by half."""
+    return min(30.0, 0.25 * 2.0 ** min(attempt, 16)) * rng.uniform(0.5, 1.5)
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """How long is waited for what, in seconds; tests wait shorter.
+
+    ``watch_s``: a stream is asked to last so long, at random between the two (client-go's numbers).
+    ``grace_s``: how much longer than that it may. ``silence_s``: a server whose streams have had
+    bookmarks, which come once a minute, is taken for dead when it is silent for so long.
+    ``healthy_s``: a stream that lasted so long ends the back-off. ``confirm_s``: before an
+    incredible list is asked for again. ``node_s``: how long the start waits for the Node.
+    """
+
+    connect_s: float = 5.0
+    list_silence_s: float = 65.0
+    list_s: float = 300.0
+    watch_s: tuple[float, float] = (300.0, 600.0)
+    grace_s: float = 15.0
+    silence_s: float = 150.0
+    healthy_s: float = 10.0
+    confirm_s: float = 3.0
+    node_s: float = 300.0
+    backoff: Callable[[int, random.Random], float] = default_backoff
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """What is listed and watched: where, and which of them.
+
+    ``optional`` are parameters that an old server may not know: left out once it has said 400.
+    ``never_empty``: a cluster without any is not to be believed at once.
+    """
+
+    kind: wire.Kind
+    path: str
+    selectors: Mapping[str, str] = {}
+    optional: frozenset[str] = frozenset()
+    never_empty: bool = True
+
+
+class Listener(Protocol):
+    """Who is told; called on the watch's thread."""
+
+    def changed(self, told: wire.Told) -> None:
+        """An object is not what it was."""
+        ...
+
+    def listed(self, kind: wire.Kind) -> None:
+        """Everything that exists has been told."""
+        ...
+
+    def works(self, kind: wire.Kind, *, stream: bool) -> None:
+        """The server answered; with ``stream``, the stream itself works too."""
+        ...
+
+    def failed(
+        self, kind: wire.Kind, operation: Operation, error: ApiError, *, row: int, stream: bool
+    ) -> None:
+        """A request failed, or with ``stream`` what came after it, ``row`` times in a row."""
+        ...
+
+    def doubted(self, kind: wire.Kind, *, known: int, listed: int) -> None:
+        """A list has nothing of all that is known; it is asked for again."""
+        ...
+
+
+class WatchMetrics(Protocol):
+    """What is counted. Any thread calls."""
+
+    def received(self, kind: str, size: int) -> None:
+        """Bytes came over the wire."""
+        ...
+
+    def heard(self, kind: str) -> None:
+        """An event or a bookmark came, or a list: what is known is as of now."""
+        ...
+
+    def event(self, kind: str) -> None:
+        """A watch said that an object is new, different or gone."""
+        ...
+
+    def listed(self, kind: str, *, again: bool, seconds: float) -> None:
+        """A list came in whole; ``again`` but for the first one."""
+        ...
+
+    def request_failed(self, kind: str, operation: Operation, reason: str) -> None:
+        """One more failure, by what was tried and the reason of the ApiError."""
+        ...
+
+
+# After these the stream's version is worth nothing.
+_LIST_ANEW: Final = frozenset(
+    {"gone", "garbage", "silent", "error_event", "empty", "fault", "refused", "missing", "too_new"}
+)
+# After these not even "at least this version" may be asked for.
+_FORGET_VERSION: Final = frozenset({"gone", "refused", "too_new"})
+# These belong to a watch's life, in whatever form they come.
+_ROUTINE: Final = frozenset({"gone", "too_new"})
+_LONGEST_RETRY_AFTER_S: Final = 120.0
+_CACHED: Final = "0"
+"""The resourceVersion for: whatever the server has at hand. Any node's start costs etcd nothing."""
+
+
+class Watch:
+    """Tells ``listener`` what the objects of ``resource`` are, and how that changes.
+
+    ``run`` is the body of a thread and returns when ``stopping`` is set. The first list is taken
+    from the server's cache, later ones are at least as new as what is known, and one after a 410 is
+    the newest there is. ``client`` is this watch's alone.
+    """
+
+    def __init__(
+        self,
+        resource: Resource,
+        client: Client,
+        listener: Listener,
+        metrics: WatchMetrics,
+        stopping: threading.Event,
+        *,
+        timing: Timing,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._resource = resource
+        self._kind = resource.kind
+        self._client = client
+        self._listener = listener
+        self._metrics = metrics
+        self._stopping = stopping
+        self._timing = timing
+        self._clock = clock
+        self._rng = rng or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._selectors = dict(resource.selectors)
+        self._known: dict[ObjectKey, Upserted | Refused] = {}
+        self._version = ""  # where the stream goes on, "" where everything must be listed
+        self._at_least = _CACHED
+        self._limit = PAGE
+        self._doubted = False
+        self._complete = False  # listed once
+        self._bookmarks = False
+        self._attempt = 0
+        self._broken = 0  # streams in a row that came to nothing
+        self._operation: Operation = "list"
+        self._stream_began: float | None = None
+
+    def run(self) -> None:
+        """List and watch until ``stopping``. Nothing that goes wrong ends it."""
+        while not self._stopping.is_set():
+            self._stopping.wait(self.step())
+
+    def step(self) -> float:
+        """List if that must be, then one stream; returns for how long to pause."""
+        self._stream_began = None
+        try:
+            if not self._version:
+                self.list()
+            return self._watch()
+        except InterruptedRequestError:
+            return 0.0
+        except ApiError as error:
+            return self._failed(error)
+        except MalformedError as error:
+            return self._failed(ApiError("garbage", f"sends {error}"))
+        except Exception as error:  # noqa: BLE001 - a fault of ours: all is listed anew
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({at.name}, line {at.lineno} of {at.filename})"
+            return self._failed(ApiError("fault", f"fault of ours: {what}"))
+
+    def list_once(self) -> None:
+        """List, trying once. Raises ApiError."""
+        try:
+            self.list()
+        except MalformedError as error:
+            raise ApiError("garbage", f"sends {error}") from None
+
+    # --- list -----------------------------------------------------------------------------------
+
+    def list(self) -> None:
+        """Take in all that exists. Raises ApiError or MalformedError, and then deletes nothing."""
+        self._operation = "list"
+        while True:
+            began = self._clock()
+            known, present = set(self._known), set[ObjectKey]()
+            version = self._pages(present)
+            if not self._is_incredible(known, present):
+                break
+            self._doubted = True
+            self._listener.doubted(self._kind, known=len(known), listed=len(present))
+            if self._stopping.wait(self._timing.confirm_s):
+                raise InterruptedRequestError
+        for key in [key for key in self._known if key not in present]:
+            self._take(Deleted(key))
+        self._version = self._at_least = version
+        self._doubted = False
+        self._limit = PAGE
+        self._metrics.heard(self._kind)
+        self._metrics.listed(self._kind, again=self._complete, seconds=self._clock() - began)
+        self._complete = True
+        self._listener.listed(self._kind)
+
+    def _is_incredible(self, known: set[ObjectKey], present: set[ObjectKey]) -> bool:
+        """Whether the list says that all that is known has gone, and was not asked for twice.
+
+        That is the picture of a server that has lost its state for a moment. In a cluster there is
+        always default/kubernetes, with a slice.
+        """
+        if self._doubted:
+            return False
+        if not known:
+            return self._resource.never_empty and not present
+        return present.isdisjoint(known)
+
+    def _pages(self, present: set[ObjectKey]) -> str:
+        """Take in every page, noting the keys; return the version that they are of."""
+        token = ""
+        while True:
+            page = self._page(token, present)
+            if not page.token:
+                return page.version
+            token = page.token
+
+    def _page(self, token: str, present: set[ObjectKey]) -> envelopes.Page:
+        query = dict(self._selectors)
+        # client-go's rules. With both a limit and a version old servers list that version exactly.
+        if self._limit and (token or self._at_least in {"", _CACHED}):
+            query["limit"] = str(self._limit)
+        if token:
+            query["continue"] = token
+        elif self._at_least:
+            query["resourceVersion"] = self._at_least
+        deadline = self._clock() + self._timing.list_s
+        page = envelopes.Page()
+        with self._client.get(
+            self._resource.path,
+            query,
+            read_timeout_s=self._timing.list_silence_s,
+            compressed=True,
+        ) as stream:
+            try:
+                while data := stream.read():
+                    self._check(stream, deadline)
+                    for item in page.feed(data):
+                        self._take_item(item, present)
+            finally:
+                self._metrics.received(self._kind, stream.received)
+        for item in page.finish():
+            self._take_item(item, present)
+        return page
+
+    def _take_item(self, item: msgspec.Raw, present: set[ObjectKey]) -> None:
+        told = wire.decode_json(self._kind, item)
+        present.add(_key(told))
+        self._take(told)
+
+    def _check(self, stream: Stream, deadline: float) -> None:
+        """Whether it may go on: somebody who sends a byte now and then is not alive."""
+        if self._stopping.is_set():
+            raise InterruptedRequestError
+        if self._clock() > deadline:
+            raise ApiError("silent", "does not come to an end", server=stream.server)
+
+    # --- watch ----------------------------------------------------------------------------------
+
+    def _watch(self) -> float:
+        """One stream, to its end; returns for how long to pause."""
+        self._operation = "watch"
+        timing = self._timing
+        lasting_s = self._rng.uniform(*timing.watch_s)
+        longest_s = lasting_s + timing.grace_s
+        began_at = self._version
+        query = self._selectors | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(max(1, round(lasting_s))),
+        }
+        with self._client.get(
+            self._resource.path,
+            query,
+            read_timeout_s=min(longest_s, timing.silence_s) if self._bookmarks else longest_s,
+            compressed=False,
+        ) as stream:
+            began = self._stream_began = self._clock()
+            self._listener.works(self._kind, stream=False)
+            for line in envelopes.lines(self._reader(stream, began + longest_s)):
+                self._take_line(line, stream)
+        if self._stopping.is_set():
+            return 0.0
+        if self._is_healthy():
+            self._recovered()
+            return 0.0
+        if self._version == began_at:
+            raise ApiError("empty", "ends a watch at once", server=stream.server)
+        return self._pause()
+
+    def _reader(self, stream: Stream, deadline: float) -> Callable[[], bytes]:
+        received = 0
+
+        def read() -> bytes:
+            nonlocal received
+            self._check(stream, deadline)
+            data = stream.read()
+            if data:
+                self._metrics.received(self._kind, stream.received - received)
+                received = stream.received
+            return data
+
+        return read
+
+    def _take_line(self, data: bytes, stream: Stream) -> None:
+        line = envelopes.read_line(data)
+        if line.type == "ERROR":
+            raise status_error(0, line.object, server=stream.server, otherwise="error_event")
+        version = envelopes.version_of(line.object)
+        if not version:
+            raise MalformedError(f"no event: a {line.type!r} without a resourceVersion")
+        if line.type == "BOOKMARK":
+            self._bookmarks = True
+        elif line.type in {"ADDED", "MODIFIED", "DELETED"}:
+            told = wire.decode_json(self._kind, line.object)
+            self._metrics.event(self._kind)
+            self._take(Deleted(_key(told)) if line.type == "DELETED" else told)
+        else:
+            raise MalformedError(f"no event: its type is {line.type!r}")
+        self._version = self._at_least = version
+        if self._broken:
+            self._recovered()
+        self._metrics.heard(self._kind)
+
+    # --- what is known --------------------------------------------------------------------------
+
+    def _take(self, told: wire.Told) -> None:
+        """Tell it if it is news. What is not ours to serve counts as absent."""
+        key = _key(told)
+        before = self._known.get(key)
+        # Told first: what could not be told must not count as known.
+        if not isinstance(told, Deleted):
+            if told != before:
+                self._listener.changed(told)
+                self._known[key] = told
+        elif before is not None:
+            self._listener.changed(told)
+            del self._known[key]
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _failed(self, error: ApiError) -> float:
+        """Note a failure; return for how long to pause."""
+        if self._stopping.is_set():
+            return 0.0
+        if self._is_healthy():
+            self._recovered()
+        stream = self._stream_began is not None or error.reason in _ROUTINE
+        self._broken += stream
+        self._metrics.request_failed(self._kind, self._operation, error.reason)
+        if error.reason in _LIST_ANEW:
+            self._version = ""
+        if error.reason in _FORGET_VERSION:
+            # A second 410 in the middle of a list: pages take too long here, all at once then.
+            if self._operation == "list" and error.reason == "gone" and not self._at_least:
+                self._limit = 0
+            self._at_least = ""
+        if error.reason == "refused" and self._resource.optional & self._selectors.keys():
+            for name in self._resource.optional:
+                self._selectors.pop(name, None)
+            return 0.0
+        self._listener.failed(self._kind, self._operation, error, row=self._broken, stream=stream)
+        asked_s = min(error.retry_after_s, _LONGEST_RETRY_AFTER_S)
+        return max(self._pause(), asked_s * self._rng.uniform(1.0, 1.25))
+
+    def _is_healthy(self) -> bool:
+        began = self._stream_began
+        return began is not None and self._clock() - began >= self._timing.healthy_s
+
+    def _recovered(self) -> None:
+        """The stream works: it has lasted, or told something."""
+        if self._is_healthy():
+            self._attempt = 0
+        self._broken = 0
+        self._listener.works(self._kind, stream=True)
+
+    def _pause(self) -> float:
+        seconds = self._timing.backoff(self._attempt, self._rng)
+        self._attempt += 1
+        return seconds
+
+
+def _key(told: wire.Told) -> ObjectKey:
+    return told.obj.key if isinstance(told, Upserted) else told.key

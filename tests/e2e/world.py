@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster that tests share: a control plane, nodes with agents, and the lab's pods.
+
+              cp                    n1 (zone a)                 n2 (zone b)
+    etcd, kube-apiserver    agent · p1 · be1 · be2 · be3     agent · p2 · be4
+
+Every backend answers on TCP and UDP 8080 and on TCP 9090. What clients are told by connecting is
+all that is asserted of a Service: no map is looked at to see whether it is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import Any, Final, Literal, Self
+
+from ebpflb.lab import Lab, LabError, Namespace, Node, Outcome, wait_until
+from tests.builders import ApiObject
+from tests.e2e.agents import Agent
+from tests.e2e.api import Api
+from tests.e2e.cluster import Cluster
+
+TCP_PORT: Final = 8080
+UDP_PORT: Final = 8080
+OTHER_PORT: Final = 9090
+ZONES: Final = ("a", "b")
+FOLLOW_S: Final = 20.0
+
+Protocol = Literal["tcp", "udp"]
+
+
+class World:
+    """A context manager: it starts the control plane, and agents where it is told to."""
+
+    def __init__(self, lab: Lab, *, nodes: int = 1, watch_cache: bool = True) -> None:
+        self.lab = lab
+        self.cluster = Cluster(lab.node("cp"), watch_cache=watch_cache)
+        self.nodes = [lab.node(f"n{number}") for number in range(1, nodes + 1)]
+        self.clients = [node.pod(f"p{number}") for number, node in enumerate(self.nodes, 1)]
+        self.client = self.clients[0]
+        homes = [*[self.nodes[0]] * 3, *self.nodes[1:]]
+        self.backends = [node.pod(f"be{number}") for number, node in enumerate(homes, 1)]
+        for pod in self.backends:
+            pod.serve(tcp=[TCP_PORT, OTHER_PORT], udp=[UDP_PORT])
+        self.agents: list[Agent] = []
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def admin(self) -> Api:
+        return self.cluster.admin
+
+    @property
+    def node(self) -> Node:
+        """The first; ``client`` is a pod of it."""
+        return self.nodes[0]
+
+    @property
+    def agent(self) -> Agent:
+        """The first node's."""
+        return self.agents[0]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.cluster)
+            for node, zone in zip(self.nodes, ZONES, strict=False):
+                made, status = _node_object(node, zone)
+                self.admin.create(made, status=status)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start_agents(self, **options: Any) -> None:
+        """One on each node, with one token for all that is never revoked."""
+        config = self.cluster.kubeconfig(
+            self.lab.folder / "agents.kubeconfig", token=self.cluster.agent_token("agents")
+        )
+        self.agents = [
+            Agent(node, "--kubeconfig", str(config), **options) for node in self.nodes
+        ]
+        for agent in self.agents:
+            agent.launch()
+            self._stack.push(agent)
+        for agent in self.agents:
+            agent.serving()
+
+    def logs(self) -> dict[str, str]:
+        """The end of every log, by whose it is."""
+        said = {part.name: part.tail() for part in self.cluster.parts}
+        for path in sorted(self.lab.folder.glob("agent-*.log")):
+            said[path.stem] = path.read_text(errors="replace")[-6000:]
+        return said
+
+
+def _node_object(node: Node, zone: str) -> tuple[ApiObject, ApiObject]:
+    """A Node and its status."""
+    made = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": node.name, "labels": {"topology.kubernetes.io/zone": zone}},
+        "spec": {"podCIDR": node.pods_ipv4, "podCIDRs": [node.pods_ipv4, node.pods_ipv6]},
+    }
+    addresses = [{"type": "InternalIP", "address": ip} for ip in (node.ipv4, node.ipv6)]
+    return made, {"addresses": addresses}
+
+
+# --- what clients see -------------------------------------------------------------------------
+
+
+def ask(place: Namespace, ip: str, port: int, protocol: Protocol, *, count: int) -> Outcome:
+    """Dial ``count`` times, each time from a new socket."""
+    if protocol == "tcp":
+        return place.tcp(ip, port, count=count, timeout_s=2.0)
+    return place.udp(ip, port, count=count, sockets=count, timeout_s=2.0)
+
+
+def reaches(
+    place: Namespace,
+    ip: str,
+    port: int,
+    names: Collection[str],
+    *,
+    protocol: Protocol = "tcp",
+    timeout_s: float = FOLLOW_S,
+) -> Outcome:
+    """Wait until these backends, all of them and nobody else, answer there; never mind how often.
+
+    The first round that they all answer is followed by another that must not differ: what has
+    been published does not go back.
+    """
+    wanted = set(names)
+    count = 12 * len(wanted)
+    seen: list[Outcome] = []
+
+    def look() -> bool:
+        seen[:] = [ask(place, ip, port, protocol, count=count)]
+        return seen[0].failed == 0 and seen[0].backends.keys() == wanted
+
+    what = f"{protocol} {ip} port {port} leads from {place.name} to {sorted(wanted)}"
+    try:
+        wait_until(look, timeout_s=timeout_s, what=what)
+    except LabError as error:
+        error.add_note(f"at last: {seen[0]}")
+        raise
+    again = ask(place, ip, port, protocol, count=count)
+    assert again.failed == 0, (what, again)
+    assert again.backends.keys() <= wanted, (what, again)
+    return again
+
+
+def refuses(
+    place: Namespace, ip: str, port: int, *, timeout_s: float = FOLLOW_S
+) -> None:
+    """Wait until a connect() to a Service port that exists is refused at once."""
+
+    def look() -> bool:
+        outcome = place.tcp(ip, port, count=3, timeout_s=2.0)
+        return outcome.errors == {"ECONNREFUSED": 3}
+
+    wait_until(look, timeout_s=timeout_s, what=f"{ip} port {port} is refused from {place.name}")
+
+
+def unserved(
+    node: Node, ip: str, port: int, *, protocol: Protocol = "tcp", timeout_s: float = FOLLOW_S
+) -> None:
+    """Wait until a node knows no such frontend: its own sockets have no route to such an address."""
+
+    def look() -> bool:
+        return ask(node, ip, port, protocol, count=3).errors == {"ENETUNREACH": 3}
+
+    wait_until(look, timeout_s=timeout_s, what=f"{ip} port {port} is no Service's {protocol} port")
