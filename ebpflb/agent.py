@@ -323,5 +323,6 @@ def run(config: Config) -> None:
         stack.enter_context(_on_signal(loop.stop))
         source.start()
         stack.callback(source.stop)
+        health.depends_on(source.alive)
         loop.run(datapath)
     _log.info("stopped")

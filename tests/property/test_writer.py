@@ -187,10 +187,9 @@ class Syncs(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         for _ in range(6):
-            report = self.writer.sync(self.plan, None)
-            assert not report.failed
+            assert not self.writer.sync(self.plan, None).failed
             self.grace_period_passes()
-        assert not report.deferred
+        assert not self.writer.sync(self.plan, None).deferred
         self.writer.release()
 
     def _check_at_rest(self, when: str) -> None:

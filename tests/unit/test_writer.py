@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 
@@ -211,7 +212,7 @@ def test_an_affinity_that_is_switched_on_finds_its_members_there() -> None:
     assert read(bench.tables).members == ()
 
 
-# --- a start on maps that something else has been at ------------------------------------------------
+# --- a start on maps that something else has been at -------------------------------------------
 
 
 def _duplicate_name(bench: Bench) -> None:
@@ -263,7 +264,7 @@ def _stray_rest(bench: Bench) -> None:
 )
 @pytest.mark.parametrize("restart", [True, False], ids=["found at a start", "found by an audit"])
 def test_damage_is_repaired_and_the_other_services_stay_as_they_are(
-    damage, *, restart: bool
+    damage: Callable[[Bench], None], *, restart: bool
 ) -> None:
     bench = Bench()
     ports = planned(1), planned(2)
