@@ -206,14 +206,19 @@ class Agent:
         return self.log.read_text()[-2000:].strip()
 
     def status(self) -> Mapping[str, int]:
-        """``VmRSS``, ``VmHWM`` and ``Pss``, bytes."""
-        found = {}
-        for name in ("status", "smaps_rollup"):
+        """``VmRSS``, ``VmHWM``, ``Pss``, and ``bpf-map``: maps in its memory. Bytes."""
+        found = dict.fromkeys(("VmRSS", "VmHWM", "Pss", "bpf-map"), 0)
+        here = False
+        for name in ("status", "smaps_rollup", "smaps"):
             for line in Path(f"/proc/{self.process.pid}/{name}").read_text().splitlines():
                 key, _, value = line.partition(":")
-                if key in {"VmRSS", "VmHWM", "Pss"}:
-                    found[key] = int(value.split()[0]) * 1024
-        return found
+                if name == "smaps" and (line[0].isdigit() or line[0].islower()):
+                    here = line.endswith("bpf-map")
+                elif name == "smaps":
+                    found["bpf-map"] += int(value.split()[0]) if here and key == "Rss" else 0
+                elif key in found:
+                    found[key] = int(value.split()[0])
+        return {key: kib * 1024 for key, kib in found.items()}
 
     def metric(self, name: str) -> float:
         """One of its metrics, which has no labels."""

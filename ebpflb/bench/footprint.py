@@ -36,6 +36,7 @@ class Footprint(NamedTuple):
     first_sync_writes: int
     rss: int
     pss: int
+    mapped: int
     peak: int
     peak_with_audit: int
     maps: Mapping[str, int]
@@ -74,6 +75,7 @@ def cold_start(bed: Bed) -> tuple[Agent, Footprint]:
         first_sync_writes=sync["writes"],
         rss=later["VmRSS"],
         pss=later["Pss"],
+        mapped=later["bpf-map"],
         peak=at_start["VmHWM"],
         peak_with_audit=later["VmHWM"],
         maps=sizes,

@@ -19,7 +19,7 @@ from ebpflb.bench.bed import NODE_NAME, START_S, Bed, BenchError, Client, Say, T
 from ebpflb.bench.numbers import median, percentile
 from ebpflb.bench.workload import SERVICE_PORT, Side, evenly, other
 
-_WATCH_S: Final = 10.0
+_WATCH_S: Final = 60.0
 
 
 class Propagation(NamedTuple):

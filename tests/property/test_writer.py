@@ -84,12 +84,12 @@ def without_conflicts(
     ports: dict[ServicePortName, PlannedPort],
 ) -> dict[ServicePortName, PlannedPort]:
     """What a planner guarantees: one frontend belongs to one service port."""
-    taken: set[Frontend] = set()
+    taken: set[tuple[bytes, int, int]] = set()
     result = {}
     for name in sorted(ports):
         port = ports[name]
         free = tuple(f for f in port.frontends if _identity(f) not in taken)
-        taken |= {_identity(f) for f in free}  # type: ignore[misc]
+        taken |= {_identity(f) for f in free}
         result[name] = PlannedPort(
             **{field: getattr(port, field) for field in port.__struct_fields__}
             | {"frontends": free}

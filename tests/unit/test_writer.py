@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import audit
 from ebpflb.datapath.ebpf.encode import encode_frontend, probe_frontends
 from ebpflb.datapath.ebpf.tables import (
@@ -78,9 +79,9 @@ class Bench:
 
     def settle(self, *ports: PlannedPort) -> dict[str, str]:
         for _ in range(4):
-            failed = self.sync(*ports)
+            self.sync(*ports)
             self.grace()
-        return failed
+        return self.sync(*ports)
 
     def grace(self) -> None:
         self.gate.passed = self.gate.drawn
@@ -91,7 +92,7 @@ class Bench:
         self.gate = ManualGate()
         self.writer = Writer(self.tables, self.gate)
 
-    def differences(self, *ports: PlannedPort) -> list[audit.Difference]:
+    def differences(self, *ports: PlannedPort) -> list[Difference]:
         return audit.differences(plan(*ports), read(self.tables))
 
     def served(self) -> set[str]:
