@@ -7,27 +7,28 @@ from pathlib import Path
 
 import click
 
-from ebpflb.config import AUDIT_PERIOD_S, DEFAULT_PIN_PATH, SYNC_PERIOD_S
+from ebpflb.cli import options
+from ebpflb.config import AUDIT_PERIOD_S, SYNC_PERIOD_S
 
-_FOLDER = click.Path(path_type=Path)
+_FOLDER = click.Path(readable=False, path_type=Path)
 
 
 @click.command(short_help="the agent")
 @click.option(
     "--manifests",
     type=_FOLDER,
+    metavar="DIR",
     required=True,
     help="Folder of YAML or JSON files with Services, EndpointSlices and a Node; watched.",
 )
 @click.option("--proxy-mode", default="auto", show_default=True, help="auto or ebpf.")
+@options.pin_path
 @click.option(
-    "--pin-path",
+    "--cgroup",
     type=_FOLDER,
-    default=DEFAULT_PIN_PATH,
-    show_default=True,
-    help="Where maps and links are pinned.",
+    metavar="DIR",
+    help="Attach the programs here.  [default: the root of cgroup v2]",
 )
-@click.option("--cgroup", type=_FOLDER, help="Attach here.  [default: the root of cgroup v2]")
 @click.option("--hostname-override", help="This node's name.  [default: the host's name]")
 @click.option(
     "--map-size",
