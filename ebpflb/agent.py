@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from http import HTTPStatus
 from typing import NoReturn
 
-import structlog
-
 from ebpflb import __version__
 from ebpflb.config import Config
 from ebpflb.datapath.base import Datapath
@@ -27,12 +25,13 @@ from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, Response, Route, json_response, text
+from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import Event, Node, ServicePortName, Synced, Upserted
 from ebpflb.planner.plan import Planner
 from ebpflb.sources.manifests import ManifestSource
 
-_log = structlog.get_logger("agent")
+_log = Log("agent")
 
 RETRY_MIN_S = 1.0
 RETRY_MAX_S = 30.0

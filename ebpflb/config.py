@@ -33,7 +33,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     bind_address_hard_fail: bool = False
     sync_period_s: float = SYNC_PERIOD_S
     audit_period_s: float = AUDIT_PERIOD_S
-    show_service_tcp: bool = True
+    show_service_tcp: bool = False
 
     def checked(self) -> Config:
         """Itself. Raises ConfigError naming the flag that is wrong."""

@@ -17,14 +17,13 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-import structlog
-
 from ebpflb.config import parse_bind_address
 from ebpflb.errors import ConfigError
+from ebpflb.logs import Log
 from ebpflb.model import Family
 from ebpflb.node import port_holder
 
-_log = structlog.get_logger("health")
+_log = Log("health")
 
 BIND_RETRY_S = 5.0
 

@@ -98,6 +98,8 @@ def measure(bed: Bed, *, rounds: int, batch: int, attempts: int, seed: int, say:
             attempts=attempt
         )
         guards = ", ".join(f"{found.latencies[name].ratio:.3f}" for name in _GUARDS)
+        if found.failed:
+            say(f"{found.failed} connects failed: {found.error}")
         if found.trusted or found.failed or attempt >= attempts:
             say(f"direct against direct: {guards}")
             return found
@@ -110,7 +112,7 @@ def _attempt(
     connect: dict[str, array[int]] = {name: array("I") for name in MODES}
     cycle: dict[str, array[int]] = {name: array("I") for name in MODES}
     failed, error = 0, ""
-    busy_before, total_before, own_before = (*_cpu_s(), bed.own_cpu_s())
+    before = bed.cpu_used()
     for _ in range(rounds):
         order = list(MODES)
         rng.shuffle(order)
@@ -120,8 +122,6 @@ def _attempt(
             failed, error = failed + got.failed, error or got.error
             connect[name].extend(got.connect[_WARM_UP:])
             cycle[name].extend(got.cycle[_WARM_UP:])
-    busy, total, own = (*_cpu_s(), bed.own_cpu_s())
-    foreign = (busy - busy_before - (own - own_before)) / max(total - total_before, 0.01)
     latencies = {name: _latency(name, connect, cycle) for name in MODES}
     return Connects(
         latencies=latencies,
@@ -129,7 +129,7 @@ def _attempt(
         attempts=1,
         failed=failed,
         error=error,
-        foreign_cpu=min(1.0, max(0.0, foreign)),
+        foreign_cpu=bed.foreign_share(before),
     )
 
 
@@ -146,17 +146,6 @@ def _latency(
         ratio_p99=p99 / percentile(connect[base], 0.99),
         cycle=median(cycle[name]) / median(cycle[base]),
     )
-
-
-def _cpu_s() -> tuple[float, float]:
-    """(busy, all) seconds of all CPUs since boot.
-
-    Busy: processes, and what a hypervisor took away; not interrupts, which are mostly our packets.
-    """
-    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    tick = os.sysconf("SC_CLK_TCK")
-    user, nice, system, _idle, _iowait, _irq, _softirq, steal = fields
-    return (user + nice + system + steal) / tick, sum(fields) / tick
 
 
 # --- what the kernel says that the programs take -------------------------------------------------

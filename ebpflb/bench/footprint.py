@@ -124,7 +124,8 @@ def crash(bed: Bed, agent: Agent, *, dials: int, say: Say) -> tuple[Agent, Crash
     dial()
     client.end()
     bed.clients.remove(client)
-    say(f"{dialled} connects while the agent was killed and came back: {failed} failed")
+    came = f"{failed} failed ({error})" if failed else "none failed"
+    say(f"{dialled} connects while the agent was killed and came back: {came}")
     return agent, Crash(dialled, failed, error, int(agent.metric("ebpflb_map_writes_total")))
 
 

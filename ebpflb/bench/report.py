@@ -213,6 +213,7 @@ def _change_rows(run: Measured) -> Iterator[_Row]:
     yield "change_write", "… of it plan to maps, p50", change.write_ms, "ms"
     yield "change_file", "the largest changed file", change.file_bytes / 1024, "KiB"
     yield "changes", "changes measured", change.changes, ""
+    yield "change_foreign_cpu", "others' share of the CPUs meanwhile", change.foreign_cpu * 100, "%"
 
 
 def _agent_rows(run: Measured) -> Iterator[_Row]:

@@ -113,7 +113,7 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         restart=again,
         crash=crash,
     )
-    refused = _refusal(timed)
+    refused = refusal(timed)
     gates = report.gates(measured)
     return Report(
         passed=not refused and all(gate.passed for gate in gates),
@@ -127,7 +127,8 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
     )
 
 
-def _refusal(timed: connects.Connects) -> str:
+def refusal(timed: connects.Connects) -> str:
+    """Why nothing of a run may be believed, "" where it may."""
     if timed.trusted:
         return ""
     ratios = ", ".join(

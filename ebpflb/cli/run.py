@@ -58,9 +58,9 @@ _FOLDER = click.Path(readable=False, path_type=Path)
 )
 @click.option(
     "--tcp-peer-name/--no-tcp-peer-name",
-    default=True,
+    default=False,
     show_default=True,
-    help="getpeername() of a TCP socket shows the Service rather than the backend.",
+    help="getpeername() of a TCP socket shows the Service, not the backend; some 5 % of a connect().",
 )
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True

@@ -196,7 +196,7 @@ class Syncs(RuleBasedStateMachine):
         assert audit.differences(self.plan, read(self.tables)) == [], when
         assert self.writer.matches(), when
         assert self.writer.sync(self.plan, None).writes == 0, when
-        used = {word for p in self.writer._ports.values() for word in p.ranges if word}
+        used = {one for p in self.writer._ports.values() for one in p.ranges()}
         assert self.writer.slots_used == sum(one.size for one in used), "slots leaked"
         assert len(self.writer._indexes) == self.tables.port_entries - len(self.ports)
 

@@ -116,9 +116,13 @@ class PinFolder:
     def require_bpffs(self) -> None:
         """Raises DatapathError (fatal) where no BPF file system is mounted."""
         where = self.path
-        while not where.exists() and where != where.parent:
-            where = where.parent
-        if _file_system_of(where) != BPFFS_MAGIC:
+        try:
+            while not where.exists() and where != where.parent:
+                where = where.parent
+            kind = _file_system_of(where)
+        except OSError as error:
+            raise _os_error("use", self.path, error) from None
+        if kind != BPFFS_MAGIC:
             raise DatapathError(
                 "use",
                 str(self.path),
@@ -333,7 +337,6 @@ def _file_system_of(path: Path) -> str:
 
 
 def _os_error(operation: str, path: Path, error: OSError) -> DatapathError:
-    hint = "needs root" if error.errno in (errno.EPERM, errno.EACCES) else ""
-    return DatapathError(
-        operation, str(path), error.errno or 0, hint=hint, fatal=error.errno == errno.EPERM
-    )
+    forbidden = error.errno in (errno.EPERM, errno.EACCES)
+    hint = "needs root" if forbidden else ""
+    return DatapathError(operation, str(path), error.errno or 0, hint=hint, fatal=forbidden)
