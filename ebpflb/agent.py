@@ -155,7 +155,8 @@ class Loop:
         self._health.updated()
         if first:
             self._audit_at = self._clock() + self._audit_period_s
-        self._note(update.plan.ports.keys(), changed, report.failed)
+        # What waits is not programmed yet: of a failed one it is not known whether it will be.
+        self._note(update.plan.ports.keys(), changed - report.deferred, report.failed)
         self._waiting = (self._waiting - changed) | report.deferred
         duration = self._clock() - started
         self._metrics.synced(

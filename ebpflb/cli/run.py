@@ -60,7 +60,7 @@ _FOLDER = click.Path(readable=False, path_type=Path)
     "--tcp-peer-name/--no-tcp-peer-name",
     default=False,
     show_default=True,
-    help="getpeername() of a TCP socket shows the Service, not the backend; some 5 % of a connect().",
+    help="getpeername() of a TCP socket shows the Service; it costs some 5 % of a connect().",
 )
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
