@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
-import structlog
-
 from ebpflb import __version__, events, sysctls
 from ebpflb.config import Config
 from ebpflb.configwatch import ConfigWatch
@@ -28,6 +26,7 @@ from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
 from ebpflb.kubeproxy.schema import GROUP, as_builtins
+from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import (
     Deleted,
@@ -44,7 +43,7 @@ from ebpflb.planner.plan import Planner
 from ebpflb.programming import Programming
 from ebpflb.sources.manifests import ManifestSource
 
-_log = structlog.get_logger("agent")
+_log = Log("agent")
 
 RETRY_MIN_S = 1.0
 RETRY_MAX_S = 30.0
@@ -204,7 +203,8 @@ class Loop:
         self._health.updated()
         if first:
             self._audit_at = self._clock() + self._audit_period_s
-        self._note(update.plan.ports.keys(), changed, report.failed)
+        # What waits is not programmed yet: of a failed one it is not known whether it will be.
+        self._note(update.plan.ports.keys(), changed - report.deferred, report.failed)
         self._waiting = (self._waiting - changed) | report.deferred
         behind = self._waiting | self._failed.keys()
         for family, seconds in self._programming.synced(time.time(), behind):
@@ -387,6 +387,7 @@ def run(config: Config) -> None:
         stack.enter_context(_on_signal(loop.stop))
         source.start()
         stack.callback(source.stop)
+        health.depends_on(source.alive)
         reason = loop.run(datapath)
     if reason:
         _log.error("ended, to be started anew; the data path stays", reason=reason)

@@ -57,7 +57,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     sync_period_s: float = SYNC_PERIOD_S
     min_sync_period_s: float | None = None
     audit_period_s: float = AUDIT_PERIOD_S
-    show_service_tcp: bool = True
+    show_service_tcp: bool = False
     config_file: Path | None = None
     config_content: bytes = b""
     log_json: bool = False
@@ -74,7 +74,7 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
     map_sizes: tuple[str, ...] = ()
     sync_period: str | None = None
     audit_period: str | None = None
-    tcp_peer_name: bool = True
+    tcp_peer_name: bool = False
     log_format: str | None = None
     hostname_override: str | None = None
     master: str = ""

@@ -21,11 +21,10 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Final, Literal, NamedTuple, TypeVar
 
-import structlog
-
+from ebpflb.logs import Log
 from ebpflb.model import ObjectKey, Rejected
 
-_log = structlog.get_logger("events")
+_log = Log("events")
 
 CONTROLLER: Final = "ebpflb"
 NOTE_BYTES: Final = 1024

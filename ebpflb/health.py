@@ -19,14 +19,13 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-import structlog
-
 from ebpflb.config import parse_bind_address
 from ebpflb.errors import ConfigError
+from ebpflb.logs import Log
 from ebpflb.model import Family
 from ebpflb.node import port_holder
 
-_log = structlog.get_logger("health")
+_log = Log("health")
 
 BIND_RETRY_S = 5.0
 
@@ -41,13 +40,22 @@ Route = Callable[[], Response]
 
 
 class Health:
-    """Healthy unless an update has waited for two sync periods (HZ-03). Any thread may ask."""
+    """Healthy unless an update has waited for two sync periods (HZ-03). Any thread may ask.
+
+    A source's thread that has ended is a fault of ours that a restart mends, so it counts too;
+    losing what the source reads from does not (HZ-07).
+    """
 
     def __init__(self, sync_period_s: float, clock: Callable[[], float] = time.time) -> None:
         self._limit_s = 2 * sync_period_s
         self._clock = clock
         self._queued_at: float | None = None
         self._updated_at = clock()
+        self._alive: Callable[[], bool] = lambda: True
+
+    def depends_on(self, alive: Callable[[], bool]) -> None:
+        """Be unhealthy from now on when ``alive`` says no."""
+        self._alive = alive
 
     def queued(self) -> None:
         """An update waits; only the oldest one counts."""
@@ -61,7 +69,8 @@ class Health:
 
     def healthy(self) -> bool:
         queued_at = self._queued_at
-        return queued_at is None or self._clock() - queued_at < self._limit_s
+        waits = queued_at is not None and self._clock() - queued_at >= self._limit_s
+        return not waits and self._alive()
 
     def body(self, *, node_eligible: bool | None) -> dict[str, object]:
         """HZ-02; ``node_eligible`` None leaves it out, as /livez does.

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import structlog
-
 from ebpflb.errors import DatapathError
 from ebpflb.kubeproxy.schema import Conntrack
+from ebpflb.logs import Log
 
-_log = structlog.get_logger("sysctls")
+_log = Log("sysctls")
 
 _NETFILTER: Final = Path("/proc/sys/net/netfilter")
 _HASHSIZE: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")

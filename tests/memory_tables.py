@@ -16,6 +16,7 @@ from ebpflb.datapath.ebpf.tables import (
     KIND_PROBE,
     PORT,
     SCOPES,
+    Table,
     index_of,
     unpack_word,
 )
@@ -108,9 +109,10 @@ class MemoryTables:
     ) -> None:
         self.port_entries = ports
         self.backend_entries = backends
-        self.frontends = MemoryTable("frontends", frontends, self._step)
-        self.members = MemoryTable("members", members, self._step)
-        self.names = MemoryTable("names", names, self._step)
+        self._frontends = MemoryTable("frontends", frontends, self._step)
+        self.frontends: Table = self._frontends
+        self.members: Table = MemoryTable("members", members, self._step)
+        self.names: Table = MemoryTable("names", names, self._step)
         self._ports = bytearray(ports * PORT.size)
         self._backends = bytearray(backends * BACKEND.size)
         self.cleared: list[int] = []
@@ -121,7 +123,7 @@ class MemoryTables:
         self._held_ids: dict[int, int] = {}
         self._held_ranges: dict[tuple[int, int, int], bytes] = {}
 
-    # --- what the writer may do ---------------------------------------------------------------------
+    # --- what the writer may do -----------------------------------------------------------------
 
     def _step(self) -> None:
         self._look()
@@ -165,7 +167,7 @@ class MemoryTables:
         self._step()
         self.cleared.append(index)
 
-    # --- readers ------------------------------------------------------------------------------------
+    # --- readers --------------------------------------------------------------------------------
 
     def grace(self) -> None:
         """No reader of before is left."""
@@ -184,7 +186,7 @@ class MemoryTables:
             assert self.read_backends(base, length) == raw, f"a range of id {owner:#x} changed"
         for key, value in self.frontends.items():
             frontend = FRONTEND_VALUE.unpack(value)
-            self._held_elements.append((self.frontends.element(key), key, value))
+            self._held_elements.append((self._frontends.element(key), key, value))
             if frontend.kind == KIND_PROBE:
                 continue
             index = index_of(frontend.id)

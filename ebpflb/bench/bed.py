@@ -58,6 +58,14 @@ class Cpus(NamedTuple):
     server: int
 
 
+class CpuUsed(NamedTuple):
+    """Seconds: of all processes on all CPUs, of everything (idle too), of our own processes."""
+
+    busy: float
+    total: float
+    own: float
+
+
 class Samples(NamedTuple):
     """What one run of connects took, in nanoseconds: connect() alone, and socket() to close()."""
 
@@ -206,14 +214,19 @@ class Agent:
         return self.log.read_text()[-2000:].strip()
 
     def status(self) -> Mapping[str, int]:
-        """``VmRSS``, ``VmHWM`` and ``Pss``, bytes."""
-        found = {}
-        for name in ("status", "smaps_rollup"):
+        """``VmRSS``, ``VmHWM``, ``Pss``, and ``bpf-map``: maps in its memory. Bytes."""
+        found = dict.fromkeys(("VmRSS", "VmHWM", "Pss", "bpf-map"), 0)
+        here = False
+        for name in ("status", "smaps_rollup", "smaps"):
             for line in Path(f"/proc/{self.process.pid}/{name}").read_text().splitlines():
                 key, _, value = line.partition(":")
-                if key in {"VmRSS", "VmHWM", "Pss"}:
-                    found[key] = int(value.split()[0]) * 1024
-        return found
+                if name == "smaps" and (line[0].isdigit() or line[0].islower()):
+                    here = line.endswith("bpf-map")
+                elif name == "smaps":
+                    found["bpf-map"] += int(value.split()[0]) if here and key == "Rss" else 0
+                elif key in found:
+                    found[key] = int(value.split()[0])
+        return {key: kib * 1024 for key, kib in found.items()}
 
     def metric(self, name: str) -> float:
         """One of its metrics, which has no labels."""
@@ -244,11 +257,11 @@ class Agent:
 class Bed:
     """Made by ``prepared``. ``node`` runs the agent as it is by default, ``plain`` another one."""
 
-    def __init__(self, lab: Lab, workload: Workload, cpus: Cpus) -> None:
+    def __init__(self, lab: Lab, workload: Workload, program: Path, cpus: Cpus) -> None:
         self.lab = lab
         self.workload = workload
         self.cpus = cpus
-        self.program = _compile(lab.folder)
+        self.program = program
         self.manifests = lab.folder / "manifests"
         self.node = lab.node("n1")
         self.plain = lab.node("n2")
@@ -257,6 +270,7 @@ class Bed:
         self._lists: list[Path] = []
         self.servers: list[Talker] = []
         self.clients: list[Client] = []
+        self.programs: list[Talker] = []
 
     def write_manifests(self) -> int:
         """Returns how many bytes they are."""
@@ -327,22 +341,30 @@ class Bed:
         """A program of ours on ``node`` that we talk with."""
         log = self.lab.folder / f"{title.replace(' ', '-')}.log"
         with log.open("wb") as sink:
-            return Talker(
-                f"{title} (its log: {log})",
-                node.popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, cwd="/"
-                ),
+            process = node.popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, cwd="/"
             )
+        self.programs.append(Talker(f"{title} (its log: {log})", process))
+        return self.programs[-1]
 
-    def own_cpu_s(self) -> float:
-        """CPU time of our clients and backends so far."""
+    def cpu_used(self) -> CpuUsed:
+        """So far; ``foreign_share`` compares with it."""
+        fields = [
+            int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ]
+        user, nice, system, _idle, _iowait, _irq, _softirq, steal = fields[:8]
         tick = os.sysconf("SC_CLK_TCK")
-        total = 0
-        for talker in (*self.clients, *self.servers):
-            with contextlib.suppress(OSError):
-                stat = Path(f"/proc/{talker.process.pid}/stat").read_text().rpartition(")")[2]
-                total += sum(map(int, stat.split()[11:13]))
-        return total / tick + time.process_time()
+        own = sum(_ticks(one.process.pid) for one in (*self.clients, *self.servers, *self.programs))
+        busy = user + nice + system + steal
+        return CpuUsed(busy / tick, sum(fields[:8]) / tick, own / tick + time.process_time())
+
+    def foreign_share(self, before: CpuUsed) -> float:
+        """The share of all CPUs, since ``before``, that processes had which are none of ours.
+
+        What a hypervisor took counts; interrupts do not, which are mostly our packets.
+        """
+        busy, total, own = (now - then for now, then in zip(self.cpu_used(), before, strict=True))
+        return min(1.0, max(0.0, (busy - own) / max(total, 0.01)))
 
     def _spawn(self, place: Place, arguments: Sequence[str], cpu: int) -> subprocess.Popen[bytes]:
         process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -359,12 +381,23 @@ class Bed:
 @contextlib.contextmanager
 def prepared(workload: Workload, seed: int) -> Iterator[Bed]:
     """A lab with everything but agents; all of it is gone at the end."""
+    compiler = _compiler()
     usable = sorted(os.sched_getaffinity(0))
     with Lab("bench") as lab:
-        bed = Bed(lab, workload, Cpus(usable[0], usable[-1]))
+        program = _compile(compiler, lab.folder)
+        bed = Bed(lab, workload, program, Cpus(usable[0], usable[-1]))
         bed.start_backends()
         bed.write_lists(seed)
         yield bed
+
+
+def _ticks(pid: int) -> int:
+    """CPU time of a process, 0 where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return 0
+    return sum(map(int, stat.split()[11:13]))
 
 
 def _route_to(node: Node, pod: Pod, prefix: str) -> None:
@@ -387,11 +420,16 @@ def _answer_at(pod: Pod, prefix: str) -> None:
     pod.links(act)
 
 
-def _compile(folder: Path) -> Path:
-    """connect.c as a program. Raises ConfigError where there is no C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise ConfigError("the benchmark needs a C compiler: install the packages gcc, libc6-dev")
+def _compiler() -> str:
+    """Raises ConfigError where there is none."""
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return found
+    raise ConfigError("the benchmark needs a C compiler: install the packages gcc, libc6-dev")
+
+
+def _compile(compiler: str, folder: Path) -> Path:
+    """connect.c as a program in ``folder``."""
     program = folder / "connect"
     with resources.as_file(resources.files("ebpflb.bench") / "connect.c") as source:
         ran = subprocess.run(

@@ -40,11 +40,11 @@ MODES: Final[Mapping[str, Mode]] = {
     "direct_again": Mode("bare-again", _ENDPOINTS, "direct"),
     "hooks_no_service": Mode("pod", _ENDPOINTS, "direct"),
     "cluster_ip": Mode("pod", _SERVICES, "direct"),
-    "cluster_ip_no_peer_name": Mode("plain", _SERVICES, "direct"),
+    "cluster_ip_other": Mode("plain", _SERVICES, "direct"),
     "direct_hot": Mode("bare", _HOT_ENDPOINTS, ""),
     "direct_hot_again": Mode("bare-again", _HOT_ENDPOINTS, "direct_hot"),
     "cluster_ip_hot": Mode("pod", _HOT_SERVICE, "direct_hot"),
-    "cluster_ip_hot_no_peer_name": Mode("plain", _HOT_SERVICE, "direct_hot"),
+    "cluster_ip_hot_other": Mode("plain", _HOT_SERVICE, "direct_hot"),
 }
 _GUARDS: Final = ("direct_again", "direct_hot_again")
 
@@ -77,6 +77,7 @@ class Connects(NamedTuple):
 class ProgramCost(NamedTuple):
     """Of one hook: what the kernel says that a run took, measuring included."""
 
+    what: str
     runs: int
     ns: float
 
@@ -97,6 +98,8 @@ def measure(bed: Bed, *, rounds: int, batch: int, attempts: int, seed: int, say:
             attempts=attempt
         )
         guards = ", ".join(f"{found.latencies[name].ratio:.3f}" for name in _GUARDS)
+        if found.failed:
+            say(f"{found.failed} connects failed: {found.error}")
         if found.trusted or found.failed or attempt >= attempts:
             say(f"direct against direct: {guards}")
             return found
@@ -109,7 +112,7 @@ def _attempt(
     connect: dict[str, array[int]] = {name: array("I") for name in MODES}
     cycle: dict[str, array[int]] = {name: array("I") for name in MODES}
     failed, error = 0, ""
-    busy_before, total_before, own_before = (*_cpu_s(), bed.own_cpu_s())
+    before = bed.cpu_used()
     for _ in range(rounds):
         order = list(MODES)
         rng.shuffle(order)
@@ -119,8 +122,6 @@ def _attempt(
             failed, error = failed + got.failed, error or got.error
             connect[name].extend(got.connect[_WARM_UP:])
             cycle[name].extend(got.cycle[_WARM_UP:])
-    busy, total, own = (*_cpu_s(), bed.own_cpu_s())
-    foreign = (busy - busy_before - (own - own_before)) / max(total - total_before, 0.01)
     latencies = {name: _latency(name, connect, cycle) for name in MODES}
     return Connects(
         latencies=latencies,
@@ -128,7 +129,7 @@ def _attempt(
         attempts=1,
         failed=failed,
         error=error,
-        foreign_cpu=min(1.0, max(0.0, foreign)),
+        foreign_cpu=bed.foreign_share(before),
     )
 
 
@@ -147,13 +148,6 @@ def _latency(
     )
 
 
-def _cpu_s() -> tuple[float, float]:
-    """(busy, all) seconds of all CPUs since boot; what a hypervisor took away counts as busy."""
-    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    tick = os.sysconf("SC_CLK_TCK")
-    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick
-
-
 # --- what the kernel says that the programs take -------------------------------------------------
 
 
@@ -163,15 +157,15 @@ def program_costs(bed: Bed) -> Mapping[str, ProgramCost]:
     The counting itself costs 20 to 60 ns a run, which is in the figure.
     """
     found = {}
-    for where, node, cgroup in (
-        ("", bed.node, bed.pod_cgroup),
-        ("_no_peer_name", bed.plain, bed.plain_cgroup),
+    for suffix, words, node, cgroup in (
+        ("", "", bed.node, bed.pod_cgroup),
+        ("_other", ", second agent", bed.plain, bed.plain_cgroup),
     ):
-        client = bed.client(f"stats{where}", cgroup)
-        for name, destinations in (
-            ("no_service", _ENDPOINTS),
-            ("cluster_ip", _SERVICES),
-            ("cluster_ip_hot", _HOT_SERVICE),
+        client = bed.client(f"stats{suffix}", cgroup)
+        for name, what, destinations in (
+            ("no_service", "no Service", _ENDPOINTS),
+            ("cluster_ip", "random ClusterIPs", _SERVICES),
+            ("cluster_ip_hot", "one ClusterIP", _HOT_SERVICE),
         ):
             client.ask("stats on")
             time_before, runs_before = _run_time(node)
@@ -179,7 +173,7 @@ def program_costs(bed: Bed) -> Mapping[str, ProgramCost]:
             time_ns, runs = _run_time(node)
             client.ask("stats off")
             spent, ran = time_ns - time_before, runs - runs_before
-            found[f"{name}{where}"] = ProgramCost(ran, spent / max(ran, 1))
+            found[f"{name}{suffix}"] = ProgramCost(what + words, ran, spent / max(ran, 1))
         client.end()
         bed.clients.remove(client)
     return found

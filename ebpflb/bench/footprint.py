@@ -36,6 +36,7 @@ class Footprint(NamedTuple):
     first_sync_writes: int
     rss: int
     pss: int
+    mapped: int
     peak: int
     peak_with_audit: int
     maps: Mapping[str, int]
@@ -74,6 +75,7 @@ def cold_start(bed: Bed) -> tuple[Agent, Footprint]:
         first_sync_writes=sync["writes"],
         rss=later["VmRSS"],
         pss=later["Pss"],
+        mapped=later["bpf-map"],
         peak=at_start["VmHWM"],
         peak_with_audit=later["VmHWM"],
         maps=sizes,
@@ -122,7 +124,8 @@ def crash(bed: Bed, agent: Agent, *, dials: int, say: Say) -> tuple[Agent, Crash
     dial()
     client.end()
     bed.clients.remove(client)
-    say(f"{dialled} connects while the agent was killed and came back: {failed} failed")
+    came = f"{failed} failed ({error})" if failed else "none failed"
+    say(f"{dialled} connects while the agent was killed and came back: {came}")
     return agent, Crash(dialled, failed, error, int(agent.metric("ebpflb_map_writes_total")))
 
 

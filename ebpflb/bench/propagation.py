@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from ipaddress import IPv4Address
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +20,8 @@ from ebpflb.bench.bed import NODE_NAME, START_S, Bed, BenchError, Client, Say, T
 from ebpflb.bench.numbers import median, percentile
 from ebpflb.bench.workload import SERVICE_PORT, Side, evenly, other
 
-_WATCH_S: Final = 10.0
+_WATCH_S: Final = 60.0
+_PHASE_S: Final = 240.0
 
 
 class Propagation(NamedTuple):
@@ -27,7 +29,7 @@ class Propagation(NamedTuple):
 
     ``decode``, ``plan`` and ``write`` are medians of its parts inside the agent: bytes to events,
     events to plan, plan to maps. ``failed`` connects, and connects to an old endpoint behind the
-    first to a new one, should both be 0.
+    first to a new one, should both be 0. ``foreign_cpu``: others' share of the CPUs meanwhile.
     """
 
     changes: int
@@ -41,6 +43,7 @@ class Propagation(NamedTuple):
     dials: int
     failed: int
     old_after: int
+    foreign_cpu: float
 
 
 class _Change(NamedTuple):
@@ -53,6 +56,7 @@ class _Change(NamedTuple):
 def measure(bed: Bed, *, changes: int, seed: int, say: Say) -> Propagation:
     """Change one Service after another. The folder's other agents must have ended."""
     agent = _start(bed)
+    before = bed.cpu_used()
     client = bed.client("watch", bed.pod_cgroup)
     rng = random.Random(seed)  # noqa: S311 - an order, no secret
     order = evenly(bed.workload.watched, changes)
@@ -60,7 +64,10 @@ def measure(bed: Bed, *, changes: int, seed: int, say: Say) -> Propagation:
     sides: dict[int, Side] = {}
     found: list[_Change] = []
     dials = failed = old_after = file_bytes = 0
+    end_s = time.monotonic() + _PHASE_S
     for number, service in enumerate(order, start=1):
+        if time.monotonic() > end_s:
+            raise BenchError(f"only {number - 1} of {changes} changes within {_PHASE_S:g} s")
         old = sides.get(service, "A")
         sides[service] = other(old)
         file = bed.workload.file_of(service)
@@ -79,6 +86,7 @@ def measure(bed: Bed, *, changes: int, seed: int, say: Say) -> Propagation:
         found.append(_change(agent, seen.first_ns))
         if number % 40 == 0:
             say(f"{number} of {changes} changes")
+    foreign_cpu = bed.foreign_share(before)
     client.end()
     bed.clients.remove(client)
     agent.end()
@@ -95,6 +103,7 @@ def measure(bed: Bed, *, changes: int, seed: int, say: Say) -> Propagation:
         dials=dials,
         failed=failed,
         old_after=old_after,
+        foreign_cpu=foreign_cpu,
     )
 
 

@@ -7,16 +7,21 @@ The members of these structs are the JSON keys that ``ebpflb bench -o json`` pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
 
-from ebpflb.bench.connects import Connects, ProgramCost
+from ebpflb.bench.connects import MODES, Connects, ProgramCost
 from ebpflb.bench.footprint import FLOWS, GROWING, Crash, Footprint, Restart
 from ebpflb.bench.propagation import Propagation
 
 MIB: Final = 1 << 20
+
+CONNECT_LIMIT: Final = 1.05
+CHANGE_LIMIT_MS: Final = 20.0
+MEMORY_LIMIT_MIB: Final = 96.0
+MAPS_LIMIT_MIB: Final = 24.0
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -39,8 +44,29 @@ class Figure(msgspec.Struct, frozen=True):
     unit: str
 
 
+class Mode(msgspec.Struct, frozen=True):
+    """One way to connect. ``p50`` to ``cycle`` are ratios to the direct mode it belongs to.
+
+    ``cycle`` is the p50 of everything from socket() to close().
+    """
+
+    name: str
+    title: str
+    samples: int
+    p50_us: float
+    p99_us: float
+    p50: float
+    p99: float
+    cycle: float
+
+
 class Environment(msgspec.Struct, frozen=True):
-    """Where it was measured. ``foreign_cpu``: the share of all CPUs that others used meanwhile."""
+    """Where it was measured.
+
+    ``second_agent``: the flag that sets it apart. ``foreign_cpu``: the share of all CPUs that
+    others' processes used while connects were timed, what a hypervisor took included.
+    ``root_programs``: programs on the root of cgroup v2, which run for direct connects too.
+    """
 
     kernel: str
     cpus: int
@@ -49,25 +75,24 @@ class Environment(msgspec.Struct, frozen=True):
     bcc: str
     libbpf: str
     ebpflb: str
+    second_agent: str
     foreign_cpu: float
-    other_root_programs: int
+    root_programs: int
+    attempts: int
     seconds: float
 
 
 class Report(msgspec.Struct, frozen=True):
     """``refused`` says why the run proves nothing, "" where it does."""
 
+    passed: bool
+    refused: str
     services: int
     endpoints: int
-    samples: int
     gates: tuple[Gate, ...]
+    modes: tuple[Mode, ...]
     figures: tuple[Figure, ...]
     environment: Environment
-    refused: str
-
-    @property
-    def passed(self) -> bool:
-        return not self.refused and all(gate.passed for gate in self.gates)
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,85 +107,126 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gates(run: Measured) -> tuple[Gate, ...]:
-    latencies = run.connects.latencies
+    latencies, foot = run.connects.latencies, run.footprint
     failed = run.connects.failed + run.crash.failed + run.propagation.failed
-    growing = sum(run.footprint.maps[name] for name in GROWING)
-    peak = max(run.footprint.peak_with_audit, run.restart.peak)
-    return (
-        _gate("connect_random", "connect() to a random ClusterIP, p50 against direct",
-              latencies["cluster_ip"].ratio, 1.05, "x"),
-        _gate("connect_hot", "connect() to one ClusterIP, p50 against direct",
-              latencies["cluster_ip_hot"].ratio, 1.05, "x"),
-        _gate("failed_connects", "failed connects, all phases", failed, 0, "connects"),
-        _gate("change_p99", "changed manifest in hand to first correct connect, p99",
-              run.propagation.p99_ms, 20, "ms"),
-        _gate("connects_to_old", "connects to an old endpoint behind the first to a new one",
-              run.propagation.old_after, 0, "connects"),
-        _gate("agent_memory", "agent memory (VmRSS) after start and one audit",
-              run.footprint.rss / MIB, 96, "MiB"),
-        _gate("agent_peak", "agent memory, peak (VmHWM), cold start and restart",
-              peak / MIB, 96, "MiB"),
-        _gate("growing_maps", "maps that grow with Services", growing / MIB, 24, "MiB"),
-        _gate("restart_writes", "map writes of a restart with nothing changed",
-              run.restart.writes, 0, "writes"),
-        _gate("restart_changed", "maps whose bytes a restart changed",
-              len(run.restart.changed), 0, "maps"),
-        _gate("crash_writes", "map writes of a restart after SIGKILL", 
-              run.crash.writes, 0, "writes"),
-    )  # fmt: skip
-
-
-def _gate(name: str, title: str, measured: float, limit: float, unit: str) -> Gate:
-    return Gate(name, title, measured, limit, unit, measured <= limit)
+    peak = max(foot.peak_with_audit, run.restart.peak) / MIB
+    growing = sum(foot.maps[name] for name in GROWING) / MIB
+    rows: tuple[tuple[str, str, float, float, str], ...] = (
+        (
+            "connect_random",
+            "connect() to a random ClusterIP, p50 against direct",
+            latencies["cluster_ip"].ratio,
+            CONNECT_LIMIT,
+            "x",
+        ),
+        (
+            "connect_hot",
+            "connect() to one ClusterIP, p50 against direct",
+            latencies["cluster_ip_hot"].ratio,
+            CONNECT_LIMIT,
+            "x",
+        ),
+        ("failed_connects", "failed connects, all phases", failed, 0, "connects"),
+        (
+            "change_p99",
+            "changed manifest in hand to first correct connect, p99",
+            run.propagation.p99_ms,
+            CHANGE_LIMIT_MS,
+            "ms",
+        ),
+        (
+            "connects_to_old",
+            "connects to an old endpoint behind the first to a new one",
+            run.propagation.old_after,
+            0,
+            "connects",
+        ),
+        (
+            "agent_memory",
+            "agent memory (VmRSS) after start and one audit",
+            foot.rss / MIB,
+            MEMORY_LIMIT_MIB,
+            "MiB",
+        ),
+        (
+            "agent_peak",
+            "agent memory, peak (VmHWM) of start, audit, restart",
+            peak,
+            MEMORY_LIMIT_MIB,
+            "MiB",
+        ),
+        ("growing_maps", "maps that grow with Services", growing, MAPS_LIMIT_MIB, "MiB"),
+        ("restart_writes", "map writes of a restart, nothing changed", run.restart.writes, 0, ""),
+        ("restart_maps", "maps whose bytes it changed", len(run.restart.changed), 0, ""),
+        ("crash_writes", "map writes of a restart after SIGKILL", run.crash.writes, 0, ""),
+    )
+    return tuple(Gate(*row, passed=row[2] <= row[3]) for row in rows)
 
 
 _MODE_TITLES: Final = {
-    "direct": "direct, random endpoint",
+    "direct": "direct: random endpoints",
     "direct_again": "the same again (A/A)",
     "hooks_no_service": "the same where the hooks run",
-    "cluster_ip": "random ClusterIP",
-    "cluster_ip_no_peer_name": "random ClusterIP, --no-tcp-peer-name",
-    "direct_hot": "direct, one Service's endpoints",
+    "cluster_ip": "random ClusterIPs",
+    "cluster_ip_other": "random ClusterIPs, second agent",
+    "direct_hot": "direct: one Service's endpoints",
     "direct_hot_again": "the same again (A/A)",
     "cluster_ip_hot": "one ClusterIP",
-    "cluster_ip_hot_no_peer_name": "one ClusterIP, --no-tcp-peer-name",
+    "cluster_ip_hot_other": "one ClusterIP, second agent",
 }
 
 
-def figures(run: Measured) -> tuple[Figure, ...]:
-    found: list[Figure] = []
-
-    def add(name: str, title: str, measured: float, unit: str) -> None:
-        found.append(Figure(name, title, measured, unit))
-
-    for mode, latency in run.connects.latencies.items():
-        title = _MODE_TITLES[mode]
-        add(f"{mode}_p50", f"connect() p50: {title}", latency.p50_us, "µs")
-        add(f"{mode}_ratio", f"p50 against direct: {title}", latency.ratio, "x")
-        add(f"{mode}_cycle", f"socket() to close(), p50 against direct: {title}",
-            latency.cycle, "x")  # fmt: skip
-        add(f"{mode}_p99_ratio", f"p99 against direct: {title}", latency.ratio_p99, "x")
-    for name, cost in run.costs.items():
-        add(f"program_{name}", f"connect4 program, counting included: {name}", cost.ns, "ns")
-    add(
-        "change_p50", "changed manifest to first correct connect, p50", run.propagation.p50_ms, "ms"
+def modes(connects: Connects) -> tuple[Mode, ...]:
+    return tuple(
+        Mode(
+            name=name,
+            title=_MODE_TITLES[name],
+            samples=one.samples,
+            p50_us=one.p50_us,
+            p99_us=one.p99_us,
+            p50=one.ratio,
+            p99=one.ratio_p99,
+            cycle=one.cycle,
+        )
+        for name, one in ((name, connects.latencies[name]) for name in MODES)
     )
-    add("change_max", "… slowest", run.propagation.max_ms, "ms")
-    add("change_decode", "… of it bytes to events, p50", run.propagation.decode_ms, "ms")
-    add("change_plan", "… of it events to plan, p50", run.propagation.plan_ms, "ms")
-    add("change_write", "… of it plan to maps, p50", run.propagation.write_ms, "ms")
-    add("change_file", "bytes of the changed file", run.propagation.file_bytes, "bytes")
-    add("changes", "changes measured", run.propagation.changes, "changes")
-    add("cold_start", "cold start, compiling included", run.footprint.start_s, "s")
-    add("cold_sync", "… of it plan to maps, attaching included", run.footprint.first_sync_ms, "ms")
-    add("cold_writes", "map writes of the cold start", run.footprint.first_sync_writes, "writes")
-    add("restart", "restart until synced", run.restart.start_s, "s")
-    add("crash_connects", "connects while the agent was killed and came back", run.crash.dials,
-        "connects")  # fmt: skip
-    add("agent_pss", "agent memory (PSS) after start and one audit", run.footprint.pss / MIB, "MiB")
-    add("agent_peak_start", "agent memory, peak of the cold start", run.footprint.peak / MIB, "MiB")
+
+
+def figures(run: Measured) -> tuple[Figure, ...]:
+    return tuple(Figure(*row) for row in (*_cost_rows(run), *_change_rows(run), *_agent_rows(run)))
+
+
+_Row = tuple[str, str, float, str]
+
+
+def _cost_rows(run: Measured) -> Iterator[_Row]:
+    for name, cost in run.costs.items():
+        yield f"program_{name}", f"connect4 program, counting included: {cost.what}", cost.ns, "ns"
+
+
+def _change_rows(run: Measured) -> Iterator[_Row]:
+    change = run.propagation
+    yield "change_p50", "changed manifest to first correct connect, p50", change.p50_ms, "ms"
+    yield "change_max", "… the slowest", change.max_ms, "ms"
+    yield "change_decode", "… of it bytes to events, p50", change.decode_ms, "ms"
+    yield "change_plan", "… of it events to plan, p50", change.plan_ms, "ms"
+    yield "change_write", "… of it plan to maps, p50", change.write_ms, "ms"
+    yield "change_file", "the largest changed file", change.file_bytes / 1024, "KiB"
+    yield "changes", "changes measured", change.changes, ""
+    yield "change_foreign_cpu", "others' share of the CPUs meanwhile", change.foreign_cpu * 100, "%"
+
+
+def _agent_rows(run: Measured) -> Iterator[_Row]:
+    foot = run.footprint
+    yield "cold_start", "cold start until synced, compiling included", foot.start_s, "s"
+    yield "cold_sync", "… of it plan to maps, and attaching", foot.first_sync_ms, "ms"
+    yield "cold_writes", "… map writes", foot.first_sync_writes, ""
+    yield "restart", "restart until synced", run.restart.start_s, "s"
+    yield "crash_connects", "connects while the agent was killed and came back", run.crash.dials, ""
+    yield "agent_pss", "agent memory (PSS) after start and one audit", foot.pss / MIB, "MiB"
+    yield "agent_mapped", "… of VmRSS, maps that it has mapped", foot.mapped / MIB, "MiB"
+    yield "agent_peak_start", "agent memory, peak of the cold start", foot.peak / MIB, "MiB"
     for name in (*GROWING, *FLOWS):
-        add(f"map_{name}", f"map {name}", run.footprint.maps[name] / MIB, "MiB")
-    add("flow_maps", "maps that grow with traffic", sum(run.footprint.maps[n] for n in FLOWS) / MIB,
-        "MiB")  # fmt: skip
-    return tuple(found)
+        yield f"map_{name}", f"map {name}", foot.maps[name] / MIB, "MiB"
+    flows = sum(foot.maps[name] for name in FLOWS) / MIB
+    yield "flow_maps", "maps that grow with traffic", flows, "MiB"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from ebpflb import __version__
 from ebpflb.bench import connects, footprint, propagation, report
@@ -24,6 +25,7 @@ from ebpflb.bench.bed import ANSWER_S, Say, prepared
 from ebpflb.bench.numbers import GUARD_HIGH, GUARD_LOW
 from ebpflb.bench.report import Environment, Measured, Report
 from ebpflb.bench.workload import Workload
+from ebpflb.config import Config
 from ebpflb.datapath.ebpf import libbpf
 from ebpflb.datapath.ebpf.attach import HOOKS, cgroup2_root
 from ebpflb.errors import DatapathError
@@ -82,8 +84,8 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         agent, again = footprint.restart(bed, agent)
         say(f"synced after {again.start_s:.1f} s; killing it while a client dials")
         agent, crash = footprint.crash(bed, agent, dials=sizes.dials, say=say)
-        say("starting a second agent with --no-tcp-peer-name")
-        plain = bed.agent(bed.plain, "--no-tcp-peer-name")
+        say(f"starting a second agent with {_second_flag()}")
+        plain = bed.agent(bed.plain, _second_flag())
         plain.synced()
         say(f"{sizes.samples:,} connects in each of {len(connects.MODES)} modes")
         timed = connects.measure(
@@ -101,7 +103,7 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         plain.end()
         say(f"{sizes.changes} changed manifests, one after another")
         followed = propagation.measure(bed, changes=sizes.changes, seed=seed, say=say)
-        environment = _environment(timed.foreign_cpu, time.monotonic() - began_s)
+        environment = _environment(timed, time.monotonic() - began_s)
     say("done")
     measured = Measured(
         connects=timed,
@@ -111,18 +113,22 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         restart=again,
         crash=crash,
     )
+    refused = refusal(timed)
+    gates = report.gates(measured)
     return Report(
+        passed=not refused and all(gate.passed for gate in gates),
+        refused=refused,
         services=work.services,
         endpoints=work.endpoints,
-        samples=sizes.samples,
-        gates=report.gates(measured),
+        gates=gates,
+        modes=report.modes(timed),
         figures=report.figures(measured),
         environment=environment,
-        refused=_refusal(timed),
     )
 
 
-def _refusal(timed: connects.Connects) -> str:
+def refusal(timed: connects.Connects) -> str:
+    """Why nothing of a run may be believed, "" where it may."""
     if timed.trusted:
         return ""
     ratios = ", ".join(
@@ -135,7 +141,7 @@ def _refusal(timed: connects.Connects) -> str:
     )
 
 
-def _environment(foreign_cpu: float, seconds: float) -> Environment:
+def _environment(timed: connects.Connects, seconds: float) -> Environment:
     return Environment(
         kernel=platform.release(),
         cpus=os.cpu_count() or 1,
@@ -144,10 +150,18 @@ def _environment(foreign_cpu: float, seconds: float) -> Environment:
         bcc=_bcc_version(),
         libbpf=_libbpf_version(),
         ebpflb=__version__,
-        foreign_cpu=foreign_cpu,
-        other_root_programs=_root_programs(),
+        second_agent=_second_flag(),
+        foreign_cpu=timed.foreign_cpu,
+        root_programs=_root_programs(),
+        attempts=timed.attempts,
         seconds=seconds,
     )
+
+
+def _second_flag() -> str:
+    """The first agent is as it comes; the second one does the other thing with peer names."""
+    shown = next(one.default for one in structs.fields(Config) if one.name == "show_service_tcp")
+    return "--no-tcp-peer-name" if shown else "--tcp-peer-name"
 
 
 def _root_programs() -> int:

@@ -106,8 +106,7 @@ def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> in
     web = client.tcp(WEB, 80, count=CONNECTS)
     _bars(console, web.backends)
     console.print(
-        f"   failed: {web.failed}; the client's getpeername() says "
-        f"{', '.join(web.peernames)}; the backends saw {', '.join(web.seen_as)}"
+        f"   failed: {web.failed}; the backends saw {', '.join(web.seen_as)}, the pod's own address"
     )
     web6 = client.tcp(WEB6, 80, count=CONNECTS)
     console.print(f"   the same over IPv6, {WEB6} port 80:")

@@ -16,15 +16,8 @@ import click
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Cell, Column, Styled
 from ebpflb.datapath.ebpf import abi, inspect
-from ebpflb.datapath.ebpf.inspect import (
-    DUMPABLE,
-    NOT_LISTABLE,
-    OF_SERVICES,
-    Inspector,
-    PortRow,
-    Row,
-    SettingsRow,
-)
+from ebpflb.datapath.ebpf.inspect import DUMPABLE, NOT_LISTABLE, OF_SERVICES, Inspector
+from ebpflb.datapath.ebpf.rows import PortRow, Row, SettingsRow
 from ebpflb.errors import DatapathError
 
 _QUESTION = re.compile(r"/\* (.*?) \*/\n(?:MAP\(\"\w+\", |SOCKET_STORAGE\()(\w+),")
@@ -101,7 +94,7 @@ def _refuse_socket_storage(maps: Sequence[str]) -> None:
 
 
 def _rows(kernel: Inspector, name: str, service: options.ServiceName | None) -> Sequence[Row]:
-    rows = kernel.rows(name)
+    rows = kernel.entries(name)
     if service is None:
         return rows
     return [row for row in rows if service.has(getattr(row, "service", None))]

@@ -14,7 +14,7 @@ import click
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Cell, Column, Item, Styled
 from ebpflb.datapath.ebpf import inspect
-from ebpflb.datapath.ebpf.inspect import ListedService, ServiceBackend, ServiceFrontend
+from ebpflb.datapath.ebpf.rows import ListedService, ServiceBackend, ServiceFrontend
 from ebpflb.model import FrontendKind
 
 _SHOWN = 3

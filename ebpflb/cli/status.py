@@ -24,7 +24,8 @@ from ebpflb.cli import options, render
 from ebpflb.cli.render import Cell, Column, Item, Styled
 from ebpflb.datapath.ebpf import abi, inspect
 from ebpflb.datapath.ebpf.attach import Attachment
-from ebpflb.datapath.ebpf.inspect import EVICTING, Holder, Inspector, MapFill, SettingsRow
+from ebpflb.datapath.ebpf.inspect import EVICTING, Holder, Inspector, MapFill
+from ebpflb.datapath.ebpf.rows import SettingsRow
 from ebpflb.errors import ConfigError
 
 HTTP_TIMEOUT_S: Final = 2.0

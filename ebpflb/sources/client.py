@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, InsecureRequestWarning
 
 from ebpflb import __version__
 from ebpflb.sources.failures import ApiError, explained, status_error
@@ -179,8 +179,8 @@ def _pool(server: str, access: Access, context: ssl.SSLContext | None) -> urllib
             name = urlsplit(access.server).hostname or ""
         if name:
             options["server_hostname"] = name
-            if access.verify:
-                options["assert_hostname"] = name
+        if not access.verify:
+            urllib3.disable_warnings(InsecureRequestWarning)  # Credentials says it, once
     if not access.proxy:
         return urllib3.PoolManager(1, **options)
     if access.proxy.startswith("socks"):

@@ -30,6 +30,7 @@ SETTLE_S: Final = 0.05
 _PATIENCE: Final = 4  # looks: a file that is rewritten without end is believed after these
 _INTERVAL_S: Final = 0.2
 _CPU_SHARE: Final = 0.05
+_LONGEST_WAIT_S: Final = 2.0  # after a long read, which is not the rule, as much as after a short
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
@@ -143,7 +144,8 @@ class ManifestSource:
             began_s = time.thread_time()
             look_again = self.poll()
             used_s = time.thread_time() - began_s
-            wait_s = max(SETTLE_S if look_again else _INTERVAL_S, used_s / _CPU_SHARE)
+            share_s = min(used_s / _CPU_SHARE, _LONGEST_WAIT_S)
+            wait_s = max(SETTLE_S if look_again else _INTERVAL_S, share_s)
 
     def _scan(self) -> tuple[dict[str, _Stamp], bool]:
         """The manifest files by name, and whether that list has settled."""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -117,7 +118,8 @@ class Credentials:
     """The Access in force, found out again when a file changes or the server wants another.
 
     Any thread may ask. ``notice`` gets ``credentials_unreadable`` (reason, action) when it is to be
-    found out anew and cannot be; what was known stays in force.
+    found out anew and cannot be: what was known stays in force then; and
+    ``api_server_not_verified`` (server, reason, action).
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Credentials:
         stamps = _stamps(files)
         try:
             access = self._load()
-            context = _context(access) if access.server.startswith("https:") else None
+            context = _context(access) if _is_https(access.server) else None
         except ApiError as error:
             self._stale = False
             self._stamps = stamps
@@ -171,6 +173,13 @@ class Credentials:
         if access != self._access:
             self._access, self._context = access, context
             self._generation += 1
+            if not access.verify:
+                self._notice(
+                    "api_server_not_verified",
+                    server=access.server,
+                    reason="insecure-skip-tls-verify is set: whoever answers there is believed",
+                    action="give its certificate-authority instead",
+                )
 
 
 def _stamps(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -183,6 +192,15 @@ def _stamps(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
         else:
             found[file] = (status.st_mtime_ns, status.st_size, status.st_ino)
     return found
+
+
+def _is_https(server: str) -> bool:
+    """Whether this URL is one of TLS. Raises ApiError where it is none of HTTP at all."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(server)
+        if parts.scheme in {"http", "https"} and parts.hostname and (parts.port or 1):
+            return parts.scheme == "https"
+    raise ApiError("credentials", f"the server's address {server!r} is no http or https URL")
 
 
 def _context(access: Access) -> ssl.SSLContext:

@@ -45,7 +45,7 @@ def watching(server: FakeApiServer, consumer: Consumer) -> Iterator[Watching]:
         def start(access: Access | None = None, **options: Any) -> ApiSource:
             access = access or Access(server=server.url)
             source = ApiSource(
-                Credentials(lambda: access, consumer.notice),
+                options.pop("credentials", Credentials(lambda: access, consumer.notice)),
                 options.pop("emit", consumer.emit),
                 consumer.notice,
                 **{"node_name": NODE, "metrics": consumer, "timing": QUICK} | options,

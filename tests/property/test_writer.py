@@ -84,12 +84,12 @@ def without_conflicts(
     ports: dict[ServicePortName, PlannedPort],
 ) -> dict[ServicePortName, PlannedPort]:
     """What a planner guarantees: one frontend belongs to one service port."""
-    taken: set[Frontend] = set()
+    taken: set[tuple[bytes, int, int]] = set()
     result = {}
     for name in sorted(ports):
         port = ports[name]
         free = tuple(f for f in port.frontends if _identity(f) not in taken)
-        taken |= {_identity(f) for f in free}  # type: ignore[misc]
+        taken |= {_identity(f) for f in free}
         result[name] = PlannedPort(
             **{field: getattr(port, field) for field in port.__struct_fields__}
             | {"frontends": free}
@@ -187,17 +187,16 @@ class Syncs(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         for _ in range(6):
-            report = self.writer.sync(self.plan, None)
-            assert not report.failed
+            assert not self.writer.sync(self.plan, None).failed
             self.grace_period_passes()
-        assert not report.deferred
+        assert not self.writer.sync(self.plan, None).deferred
         self.writer.release()
 
     def _check_at_rest(self, when: str) -> None:
         assert audit.differences(self.plan, read(self.tables)) == [], when
         assert self.writer.matches(), when
         assert self.writer.sync(self.plan, None).writes == 0, when
-        used = {word for p in self.writer._ports.values() for word in p.ranges if word}
+        used = {one for p in self.writer._ports.values() for one in p.ranges()}
         assert self.writer.slots_used == sum(one.size for one in used), "slots leaked"
         assert len(self.writer._indexes) == self.tables.port_entries - len(self.ports)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from ebpflb import events
 from ebpflb.events import Event, Limiter, Limits, Recorder
 from ebpflb.model import ObjectKey, Rejected
+from tests.logs import capture_logs
 
 TIMEOUT_S = 10.0
 NODE = "node-a"

@@ -302,3 +302,11 @@ def answers(port: int) -> bool:
 def test_cfg_11_an_address_that_is_taken_may_end_the_agent() -> None:
     with taken() as port, pytest.raises(ConfigError, match="Address already in use"):
         HttpServer("--healthz-bind-address", f"127.0.0.1:{port}", {}, hard_fail=True)
+
+
+def test_a_source_whose_thread_has_ended_turns_it_red() -> None:
+    """A fault of ours that a restart mends; losing what the source reads from is none (HZ-07)."""
+    health = Health(30.0)
+    assert health.healthy()
+    health.depends_on(lambda: False)
+    assert not health.healthy()

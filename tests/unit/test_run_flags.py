@@ -9,8 +9,6 @@ import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from structlog.testing import capture_logs
-from structlog.typing import EventDict
 
 from ebpflb import __version__, agent, logs, sysctls
 from ebpflb.cli import cleanup, main
@@ -18,6 +16,7 @@ from ebpflb.cli.run import run as run_command
 from ebpflb.config import Config
 from ebpflb.kubeproxy.flags import FLAGS, LOG_FLAGS
 from ebpflb.kubeproxy.schema import Conntrack, KubeProxyConfiguration, field_types
+from tests.logs import EventDict, capture_logs
 
 HEAD = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 

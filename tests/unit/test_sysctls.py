@@ -6,12 +6,12 @@ import errno
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from ebpflb import sysctls
 from ebpflb.durations import Duration
 from ebpflb.errors import DatapathError
 from ebpflb.kubeproxy.schema import Conntrack
+from tests.logs import capture_logs
 
 ESTABLISHED = "nf_conntrack_tcp_timeout_established"
 CLOSE_WAIT = "nf_conntrack_tcp_timeout_close_wait"

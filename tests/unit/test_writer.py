@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 
+from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import audit
 from ebpflb.datapath.ebpf.encode import encode_frontend, probe_frontends
 from ebpflb.datapath.ebpf.tables import (
@@ -77,9 +79,9 @@ class Bench:
 
     def settle(self, *ports: PlannedPort) -> dict[str, str]:
         for _ in range(4):
-            failed = self.sync(*ports)
+            self.sync(*ports)
             self.grace()
-        return failed
+        return self.sync(*ports)
 
     def grace(self) -> None:
         self.gate.passed = self.gate.drawn
@@ -90,7 +92,7 @@ class Bench:
         self.gate = ManualGate()
         self.writer = Writer(self.tables, self.gate)
 
-    def differences(self, *ports: PlannedPort) -> list[audit.Difference]:
+    def differences(self, *ports: PlannedPort) -> list[Difference]:
         return audit.differences(plan(*ports), read(self.tables))
 
     def served(self) -> set[str]:
@@ -211,7 +213,7 @@ def test_an_affinity_that_is_switched_on_finds_its_members_there() -> None:
     assert read(bench.tables).members == ()
 
 
-# --- a start on maps that something else has been at ------------------------------------------------
+# --- a start on maps that something else has been at -------------------------------------------
 
 
 def _duplicate_name(bench: Bench) -> None:
@@ -263,7 +265,7 @@ def _stray_rest(bench: Bench) -> None:
 )
 @pytest.mark.parametrize("restart", [True, False], ids=["found at a start", "found by an audit"])
 def test_damage_is_repaired_and_the_other_services_stay_as_they_are(
-    damage, *, restart: bool
+    damage: Callable[[Bench], None], *, restart: bool
 ) -> None:
     bench = Bench()
     ports = planned(1), planned(2)

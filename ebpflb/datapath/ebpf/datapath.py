@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from ebpflb.datapath.base import Difference, SyncReport
 from ebpflb.datapath.ebpf import abi, audit, libbpf, loader
@@ -29,9 +28,10 @@ from ebpflb.datapath.ebpf.maps import Map, PinFolder, sizes
 from ebpflb.datapath.ebpf.tables import KernelTables, read
 from ebpflb.datapath.ebpf.writer import Writer
 from ebpflb.errors import DatapathError
+from ebpflb.logs import Log
 from ebpflb.model import Family, Plan, ServicePortName, format_address
 
-_log = structlog.get_logger("ebpf")
+_log = Log("ebpf")
 
 SO_COOKIE = 57
 SETTINGS = abi.LAYOUTS["settings"]
@@ -51,7 +51,7 @@ class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
     pin_path: Path
     cgroup: Path
     map_sizes: Mapping[str, int] = {}
-    show_service_tcp: bool = True
+    show_service_tcp: bool = False
     retval: bool | None = None
     agent: Mapping[str, object] = {}
 
@@ -81,6 +81,7 @@ class EbpfDatapath:
         self._build = self._plan_build()
         self._programs: Mapping[str, int] | None = None
         self._serving = False
+        self._unrepaired: frozenset[ServicePortName] = frozenset()
         self._fill: dict[str, int] = {}
         if not self._up_to_date():
             self._programs = loader.load(self._build)
@@ -185,7 +186,10 @@ class EbpfDatapath:
     # --- Datapath -------------------------------------------------------------------------------
 
     def sync(self, plan: Plan, changed: Collection[ServicePortName] | None) -> SyncReport:
+        if changed is not None:
+            changed = {*changed, *self._unrepaired}
         report = self._writer.sync(plan, changed)
+        self._unrepaired = frozenset()
         if not self._serving:
             self._serve()
         self._note_fill()
@@ -202,7 +206,9 @@ class EbpfDatapath:
             ]
             self._grace.wait()
             self._writer.restore()
-            self._writer.sync(plan, None)
+            report = self._writer.sync(plan, None)
+            # What must wait for the kernel, or failed, is the next sync's; the gate asks for one.
+            self._unrepaired = report.deferred | report.failed.keys()
         return found
 
     def counters(self) -> dict[str, int]:

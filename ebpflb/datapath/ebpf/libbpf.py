@@ -110,12 +110,9 @@ def _call(operation: str, thing: str, name: str, *args: object) -> int:
 
 
 def _error(operation: str, thing: str, code: int) -> DatapathError:
-    hint = ""
-    if code in (errno.EPERM, errno.EACCES):
-        hint = "needs root, or CAP_BPF, CAP_NET_ADMIN and CAP_SYS_ADMIN"
-    return DatapathError(
-        operation, thing, code, hint=hint, fatal=code in (errno.EPERM, errno.ENOSYS)
-    )
+    forbidden = code in (errno.EPERM, errno.EACCES)
+    hint = "needs root, or CAP_BPF, CAP_NET_ADMIN and CAP_SYS_ADMIN" if forbidden else ""
+    return DatapathError(operation, thing, code, hint=hint, fatal=forbidden or code == errno.ENOSYS)
 
 
 # --- maps --------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ _FOLLOWS = {"connections": "ports"}
 _FIXED = {"sock_peer": 0, "sock_udp": 0, "settings": 1}
 _FROM_ENUM = {"stats": "STAT_COUNT", "probe": "HOOK_COUNT"}
 
+# Their keys or values are ids and slots of one another.
+_TOGETHER = frozenset(
+    {"frontends", "ports", "backends", "affinity", "members", "connections", "names"}
+)
+
 
 def sizes(options: Mapping[str, int] | None = None) -> dict[str, int]:
     """Entries of every map. Raises ConfigError for a map without a size option or a bad size."""
@@ -111,9 +116,13 @@ class PinFolder:
     def require_bpffs(self) -> None:
         """Raises DatapathError (fatal) where no BPF file system is mounted."""
         where = self.path
-        while not where.exists() and where != where.parent:
-            where = where.parent
-        if _file_system_of(where) != BPFFS_MAGIC:
+        try:
+            while not where.exists() and where != where.parent:
+                where = where.parent
+            kind = _file_system_of(where)
+        except OSError as error:
+            raise _os_error("use", self.path, error) from None
+        if kind != BPFFS_MAGIC:
             raise DatapathError(
                 "use",
                 str(self.path),
@@ -135,42 +144,74 @@ class PinFolder:
         The lock belongs to a descriptor that no child inherits; the kernel frees it when the
         holder ends, however it ends. With ``wait`` False raises DatapathError at once.
         """
+        said = False
+        while True:
+            fd = self._open()
+            try:
+                if not _try_lock(fd):
+                    holder = lock_holder(self.path)
+                    if not wait:
+                        raise DatapathError(
+                            "lock",
+                            str(self.path),
+                            errno.EWOULDBLOCK,
+                            hint=f"{holder} works on this folder; stop it first",
+                        )
+                    if not said:
+                        waiting(holder)
+                        said = True
+                    time.sleep(_LOCK_POLL_S)
+                elif self._is_still(fd):
+                    yield
+                    return
+                else:  # `cleanup` took the folder away while we waited for it
+                    self.create()
+            finally:
+                os.close(fd)
+
+    def _open(self) -> int:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            self.create()
+            return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise _os_error("open", self.path, error) from None
+
+    def _is_still(self, fd: int) -> bool:
+        """Whether the folder that was opened is the one that lies at the path."""
         try:
-            said = False
-            while not _try_lock(fd):
-                holder = lock_holder(self.path)
-                if not wait:
-                    raise DatapathError(
-                        "lock",
-                        str(self.path),
-                        errno.EWOULDBLOCK,
-                        hint=f"{holder} works on this folder; stop it first",
-                    )
-                if not said:
-                    waiting(holder)
-                    said = True
-                time.sleep(_LOCK_POLL_S)
-            yield
-        finally:
-            os.close(fd)
+            return os.fstat(fd).st_ino == self.path.stat().st_ino
+        except FileNotFoundError:
+            return False
 
     def map_path(self, spec: abi.MapSpec, max_entries: int) -> Path:
         return self.path / f"{spec.name}-{spec.digest(max_entries)}"
 
     def open_or_create(self, entries: Mapping[str, int]) -> dict[str, Map]:
-        """Every map of ``maps.h``, ours from before where it lies there, else fresh and pinned."""
+        """Every map of ``maps.h``, ours from before where it lies there, else fresh and pinned.
+
+        Maps that name each other's entries are taken over together or made anew together. Programs
+        that still use the old ones keep them alive until they are replaced themselves.
+        """
+        found = {}
+        for spec in abi.MAPS.values():
+            path = self.map_path(spec, entries[spec.name])
+            if path.exists():
+                fd = _open_checked(spec, path, entries[spec.name])
+                found[spec.name] = Map(spec, fd, path, entries[spec.name])
+        if not found.keys() >= _TOGETHER:
+            for name in _TOGETHER & found.keys():
+                one = found.pop(name)
+                one.path.unlink()
+                one.close()
         return {
-            spec.name: self._open_or_create(spec, entries[spec.name]) for spec in abi.MAPS.values()
+            spec.name: found.get(spec.name) or self._create(spec, entries[spec.name])
+            for spec in abi.MAPS.values()
         }
 
-    def _open_or_create(self, spec: abi.MapSpec, max_entries: int) -> Map:
+    def _create(self, spec: abi.MapSpec, max_entries: int) -> Map:
         path = self.map_path(spec, max_entries)
-        if path.exists():
-            return Map(spec, _open_checked(spec, path, max_entries), path, max_entries)
         fd = libbpf.map_create(
             spec.type,
             spec.name,
@@ -227,22 +268,6 @@ class PinFolder:
             if path.name.rpartition("-")[0] in abi.MAPS and path not in keep:
                 path.unlink()
                 gone.append(path.name)
-        return gone
-
-    def remove(self) -> list[str]:
-        """Unpin all and remove the folder; returns what was there. Not ours stays, and is kept."""
-        gone = []
-        links = self.path / LINKS
-        for path in [*sorted(links.glob("*")), *sorted(self.path.glob("*-*"))]:
-            path.unlink()
-            gone.append(str(path.relative_to(self.path)))
-        for folder in (links, self.path):
-            try:
-                folder.rmdir()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise _os_error("remove", folder, error) from None
         return gone
 
 
@@ -312,7 +337,6 @@ def _file_system_of(path: Path) -> str:
 
 
 def _os_error(operation: str, path: Path, error: OSError) -> DatapathError:
-    hint = "needs root" if error.errno in (errno.EPERM, errno.EACCES) else ""
-    return DatapathError(
-        operation, str(path), error.errno or 0, hint=hint, fatal=error.errno == errno.EPERM
-    )
+    forbidden = error.errno in (errno.EPERM, errno.EACCES)
+    hint = "needs root" if forbidden else ""
+    return DatapathError(operation, str(path), error.errno or 0, hint=hint, fatal=forbidden)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import errno
 import struct
 import sys
-from collections import deque
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ebpflb.datapath.base import SyncReport
 from ebpflb.datapath.ebpf.encode import (
@@ -72,26 +74,41 @@ class _NotYetError(Exception):
     """This change must wait for a grace period; it is no failure."""
 
 
+class Published(NamedTuple):
+    """What one scope of a service port has: its word, its range and what stands in that."""
+
+    word: int = 0
+    range: Range | None = None
+    raw: bytes = b""
+
+
+_NOTHING = (Published(),) * SCOPES
+
+
 @dataclass(slots=True)
 class Programmed:
-    """What the tables hold of one service port."""
+    """What the tables hold of one service port. There may be many: what is empty is shared."""
 
     name: ServicePortName
     index: int
     id: int
-    words: list[int] = field(default_factory=lambda: [0] * SCOPES)
-    ranges: list[Range | None] = field(default_factory=lambda: [None] * SCOPES)
-    slots: list[bytes] = field(default_factory=lambda: [b""] * SCOPES)
+    scopes: tuple[Published, ...] = _NOTHING
     affinity_s: int = 0
     draining: int = 0
     flags: int = 0
     frontends: dict[bytes, bytes] = field(default_factory=dict)
-    members: set[bytes] = field(default_factory=set)
+    members: frozenset[bytes] = frozenset()
     unreleased: int = 0
+
+    def set(self, scope: int, now: Published) -> None:
+        self.scopes = (*self.scopes[:scope], now, *self.scopes[scope + 1 :])
+
+    def ranges(self) -> list[Range]:
+        return [one.range for one in self.scopes if one.range]
 
     def pack(self) -> bytes:
         return PORT.pack(
-            struct.pack(f"={SCOPES}Q", *self.words),
+            struct.pack(f"={SCOPES}Q", *(one.word for one in self.scopes)),
             self.id,
             self.affinity_s,
             self.draining,
@@ -121,7 +138,7 @@ class Writer:
         self._owner: dict[bytes, ServicePortName] = {}
         self._free = Ranges(0)
         self._indexes: deque[int] = deque()
-        self._generations: dict[int, int] = {}
+        self._generations = array("H")
         self._retired: list[_Retired] = []
         self._frontends_quiet_at = 0
         self._stray_frontends: set[bytes] = set()
@@ -172,12 +189,15 @@ class Writer:
             elif frontend.kind != KIND_PROBE or frontend.key not in probe_frontends():
                 self._stray_frontends.add(frontend.key)
         self._stray_members = set()
+        members: dict[int, set[bytes]] = defaultdict(set)
         for member in read_members(tables):
             port = by_id.get(member.id)
             if port is not None:
-                port.members.add(member.key)
+                members[port.id].add(member.key)
             else:
                 self._stray_members.add(member.key)
+        for one, keys in members.items():
+            by_id[one].members = frozenset(keys)
         self._stray_names = {one for one in names if one not in by_id}
         there = {frontend.key for frontend in frontends}
         self._probe_missing = {k: v for k, v in probe_frontends().items() if k not in there}
@@ -191,7 +211,8 @@ class Writer:
         """Adopt every live slot by its name; returns those that cannot be."""
         raw = self._tables.read_ports()
         strays = []
-        self._indexes, self._generations = deque(), {}
+        self._indexes = deque()
+        self._generations = array("H", bytes(2 * self._tables.port_entries))
         for index in range(self._tables.port_entries):
             slot = raw[index * PORT.size : (index + 1) * PORT.size]
             self._generations[index] = PORT.unpack(slot).generation
@@ -205,7 +226,7 @@ class Writer:
                 name=entry.name or ServicePortName("", f"#{entry.id}", "", Protocol.TCP, family),
                 index=index,
                 id=entry.id,
-                words=list(memoryview(values.word).cast("Q")),
+                scopes=tuple(map(Published, memoryview(values.word).cast("Q"))),
                 affinity_s=entry.affinity_s,
                 draining=entry.draining,
                 flags=values.flags,
@@ -227,7 +248,7 @@ class Writer:
     def _restore_ranges(self) -> list[Range]:
         """Adopt the ranges whose slots are all the service port's own; the rest is rewritten."""
         for port in self._ports.values():
-            internal, external = (unpack_word(word) for word in port.words)
+            internal, external = (unpack_word(one.word) for one in port.scopes)
             self._adopt(port, INTERNAL, Range(internal.base, internal.length + port.draining))
             if external.base != internal.base:
                 self._adopt(port, EXTERNAL, Range(external.base, external.length))
@@ -239,8 +260,7 @@ class Writer:
         raw = self._tables.read_backends(one.base, one.size)
         owners = memoryview(raw).cast("I")[BACKEND.offsets["owner"] // 4 :: BACKEND.size // 4]
         if all(owner == port.id for owner in owners):
-            port.slots[scope] = raw
-            port.ranges[scope] = one
+            port.set(scope, Published(port.scopes[scope].word, one, raw))
 
     # --- sync -----------------------------------------------------------------------------------
 
@@ -294,10 +314,7 @@ class Writer:
         encoded = encode(planned, port.id)
         self._add_members(port, encoded.members - port.members)
         self._publish(port, encoded)
-        for key in port.members - encoded.members:
-            self._tables.members.delete(key)
-            port.members.discard(key)
-            self._writes += 1
+        self._drop_members(port, port.members - encoded.members)
         return encoded
 
     def _create(self, name: ServicePortName) -> Programmed:
@@ -326,45 +343,50 @@ class Writer:
     def _add_members(self, port: Programmed, keys: Iterable[bytes]) -> None:
         items = [(key, MEMBER_VALUE) for key in sorted(keys)]
         if items:
-            # Some may be written when this fails; they are found again as differences.
-            port.members.update(key for key, _ in items)
             try:
                 self._update(self._tables.members, "members", items)
             except DatapathError:
-                port.members.difference_update(
-                    key for key, _ in items if self._tables.members.lookup(key) is None
-                )
+                lookup = self._tables.members.lookup  # some may have been written
+                port.members |= {key for key, _ in items if lookup(key) is not None}
                 raise
+            port.members |= {key for key, _ in items}
             self._writes += len(items)
+
+    def _drop_members(self, port: Programmed, keys: Iterable[bytes]) -> None:
+        for key in sorted(keys):
+            self._tables.members.delete(key)
+            port.members -= {key}
+            self._writes += 1
 
     def _publish(self, port: Programmed, encoded: Encoded) -> None:
         fresh: dict[int, Range] = {}
         replaced: list[Range] = []
         try:
             for scope, slots in enumerate(encoded.scopes):
-                if slots.raw and slots.raw != port.slots[scope]:
+                if slots.raw and slots.raw != port.scopes[scope].raw:
                     fresh[scope] = self._take(port, slots)
         except (DatapathError, _NotYetError):
             for one in fresh.values():
                 self._free.give_back(one)
             raise
         for scope, slots in enumerate(encoded.scopes):
-            if slots.raw == port.slots[scope]:
+            before = port.scopes[scope]
+            if slots.raw == before.raw:
                 continue
             if scope in fresh:
                 self._tables.write_backends(fresh[scope].base, slots.raw)
                 self._writes += slots.size
-            if old := port.ranges[scope]:
-                replaced.append(old)
-            port.ranges[scope] = fresh.get(scope)
-            port.slots[scope] = slots.raw
+            if before.range:
+                replaced.append(before.range)
+            port.set(scope, Published(before.word, fresh.get(scope), slots.raw))
         self._set_fields(port, encoded)
         for scope, slots in enumerate(encoded.scopes):
-            used = port.ranges[INTERNAL if encoded.shared else scope]
+            used = port.scopes[INTERNAL if encoded.shared else scope].range
             word = Word(used.base if used else 0, slots.active, slots.flags).pack()
-            if word != port.words[scope]:
+            before = port.scopes[scope]
+            if word != before.word:
                 self._tables.publish(port.index, scope, word)
-                port.words[scope] = word
+                port.set(scope, before._replace(word=word))
                 self._writes += 1
         if replaced:
             port.unreleased += 1
@@ -501,10 +523,7 @@ class Writer:
         if port is None:
             return True
         try:
-            for key in sorted(port.members):
-                self._tables.members.delete(key)
-                port.members.discard(key)
-                self._writes += 1
+            self._drop_members(port, port.members)
             self._tables.names.delete(ID.pack(port.id))
         except DatapathError:
             return False
@@ -512,7 +531,7 @@ class Writer:
             port.index,
             PORT.pack(bytes(8 * SCOPES), 0, 0, 0, self._generations[port.index], 0, 0),
         )
-        entry.ranges += [one for one in port.ranges if one]
+        entry.ranges += port.ranges()
         self._indexes.append(port.index)
         self._stray_names.discard(port.id)
         self._writes += 2
@@ -550,10 +569,12 @@ class Writer:
             frontends |= port.frontends
             members |= port.members
             names[ID.pack(port.id)] = pack_name(port.name)
-            for scope in range(SCOPES):
-                one = port.ranges[scope]
-                if one and tables.read_backends(one.base, one.size) != port.slots[scope]:
-                    return False
+            if any(
+                tables.read_backends(one.range.base, one.range.size) != one.raw
+                for one in port.scopes
+                if one.range
+            ):
+                return False
         for port in dying:
             members |= port.members
         dying_names = {ID.pack(port.id) for port in dying}
@@ -569,14 +590,14 @@ def _without_overlaps(ports: Iterable[Programmed]) -> list[Range]:
     taken: list[Range] = []
     end = 0
     every = [
-        (one, port, scope)
+        (one.range, port, scope)
         for port in ports
-        for scope, one in enumerate(port.ranges)
-        if one is not None
+        for scope, one in enumerate(port.scopes)
+        if one.range is not None
     ]
     for one, port, scope in sorted(every, key=lambda entry: entry[0]):
         if one.base < end:
-            port.ranges[scope], port.slots[scope] = None, b""
+            port.set(scope, Published(port.scopes[scope].word))
         else:
             taken.append(one)
             end = one.end

@@ -1,0 +1,670 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands on real maps: with no agent at all, and beside one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from ebpflb.cli import main
+from ebpflb.datapath.ebpf import abi, inspect, libbpf
+from ebpflb.datapath.ebpf.maps import LINKS, PinFolder, sizes
+from ebpflb.datapath.ebpf.tables import KernelTables
+from ebpflb.datapath.ebpf.writer import Writer
+from ebpflb.lab import Lab, Node
+from ebpflb.model import (
+    Backend,
+    Family,
+    Frontend,
+    FrontendKind,
+    Plan,
+    PlannedPort,
+    Policy,
+    Protocol,
+    Selection,
+    ServicePortName,
+    Verdict,
+    parse_address,
+)
+from tests.builders import backend, cluster_ip, pod_ip, port_name
+from tests.netns.agents import SMALL, Agent
+from tests.netns.services import Endpoint, Manifests, Spec
+
+SMALL_SIZES = {
+    "frontends": 64,
+    "ports": 16,
+    "backends": 128,
+    "affinity": 16,
+    "members": 64,
+    "udp_conn": 16,
+    "names": 16,
+}
+EVERY_MAP = [
+    "frontends",
+    "ports",
+    "backends",
+    "affinity",
+    "members",
+    "udp_conn",
+    "connections",
+    "stats",
+    "probe",
+    "names",
+    "settings",
+]
+
+
+class NoGrace:
+    """Nobody reads these maps."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def ticket(self) -> int:
+        self._drawn += 1
+        return self._drawn
+
+    def done(self) -> int:
+        return self._drawn
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def planned(
+    name: ServicePortName, number: int, *backends: Backend, affinity_s: int = 0
+) -> PlannedPort:
+    address = parse_address(cluster_ip(number, name.family))
+    port = 53 if name.protocol is Protocol.UDP else 80
+    return PlannedPort(
+        name=name,
+        frontends=(Frontend(address, port, name.protocol, FrontendKind.CLUSTER_IP),),
+        internal=Selection(Verdict.FORWARD if backends else Verdict.REJECT, backends),
+        external=None,
+        draining=(),
+        affinity_s=affinity_s,
+        internal_policy=Policy.CLUSTER,
+        external_policy=Policy.CLUSTER,
+    )
+
+
+WEB = planned(port_name(), 10, backend(pod_ip(1)), backend(pod_ip(2), local=True), affinity_s=60)
+WEB6 = planned(port_name(family=Family.IPV6), 10, backend(pod_ip(1, Family.IPV6)))
+DNS = planned(port_name("dns", "", protocol=Protocol.UDP), 11, backend(pod_ip(3), 53))
+EMPTY = planned(port_name("empty", ""), 12)
+
+
+def ebpflb(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(one) for one in arguments])
+
+
+def as_json(*arguments: str | Path, code: int = 0) -> Any:
+    result = ebpflb(*arguments, "-o", "json")
+    assert (result.exit_code, result.stderr) == (code, "")
+    return json.loads(result.stdout)
+
+
+def remove_pins(pin_path: Path) -> None:
+    """Whatever a test has left there."""
+    for path in sorted(pin_path.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        pin_path.rmdir()
+
+
+@pytest.fixture
+def pin_path() -> Iterator[Path]:
+    """A folder of the BPF file system that is not there yet, and gone afterwards."""
+    path = Path(f"/sys/fs/bpf/ebpflb-test-{os.getpid()}-commands")
+    yield path
+    remove_pins(path)
+
+
+@pytest.fixture
+def pins(pin_path: Path) -> Path:
+    """Maps of four service ports; no program, no agent."""
+    fill(pin_path, WEB, WEB6, DNS, EMPTY)
+    return pin_path
+
+
+def fill(pin_path: Path, *ports: PlannedPort) -> None:
+    folder = PinFolder(pin_path)
+    folder.create()
+    maps = folder.open_or_create(sizes(SMALL_SIZES))
+    with contextlib.closing(KernelTables(maps)) as tables:
+        report = Writer(tables, NoGrace()).sync(Plan({one.name: one for one in ports}), None)
+    assert not report.failed
+    for one in maps.values():
+        one.close()
+
+
+def write(pin_path: Path, name: str, key: bytes, value: bytes) -> None:
+    """One entry, behind everybody's back."""
+    maps = PinFolder(pin_path).open_existing()
+    libbpf.update(maps[name].fd, name, key, value)
+    for one in maps.values():
+        one.close()
+
+
+def id_of(pins: Path, service: str, family: str = "IPv4") -> int:
+    rows = as_json("map", "dump", "ports", "--pin-path", pins)["ports"]
+    (found,) = [r["id"] for r in rows if (r["service"], r["family"]) == (service, family)]
+    return int(found)
+
+
+# --- map dump ------------------------------------------------------------------------------------
+
+
+def test_a_dump_has_every_map_in_order(pins: Path) -> None:
+    found = as_json("map", "dump", "--pin-path", pins)
+    assert list(found) == EVERY_MAP
+    assert all(isinstance(rows, list) for rows in found.values())
+    assert found == as_json("map", "dump", "--pin-path", pins)
+
+
+def test_a_dump_resolves_names(pins: Path) -> None:
+    web, web6 = id_of(pins, "default/web:http"), id_of(pins, "default/web:http", "IPv6")
+    found = as_json("map", "dump", "frontends", "backends", "--pin-path", pins)
+    assert list(found) == ["frontends", "backends"]
+    assert found["frontends"][0] == {
+        "address": cluster_ip(10),
+        "port": 80,
+        "protocol": "TCP",
+        "type": "ClusterIP",
+        "scope": "internal",
+        "id": web,
+        "service": "default/web:http",
+    }
+    of_web = [row for row in found["backends"] if row["service"] == "default/web:http"]
+    assert [(row["address"], row["flags"], row["id"]) for row in of_web] == [
+        (pod_ip(1), [], web),
+        (pod_ip(2), ["local"], web),
+        (pod_ip(1, Family.IPV6), [], web6),
+    ]
+
+
+def test_a_dump_tells_the_age_of_affinity_and_connected_sockets(pins: Path) -> None:
+    web, dns = id_of(pins, "default/web:http"), id_of(pins, "default/dns")
+    used = time.clock_gettime_ns(time.CLOCK_MONOTONIC) - 5 * 10**9
+    pod = parse_address(pod_ip(1))
+    key = abi.LAYOUTS["affinity_key"].pack(struct.pack("=QQ", 99, 0), web, 0)
+    value = abi.LAYOUTS["affinity_value"].pack(7, (8080).to_bytes(2), pod, used, 7)
+    write(pins, "affinity", key, value)
+    udp = abi.LAYOUTS["udp_conn"].pack(parse_address(pod_ip(3)), (53).to_bytes(2), dns, 99)
+    write(pins, "udp_conn", struct.pack("=Q", 1234), udp)
+    found = as_json("map", "dump", "affinity", "udp_conn", "--pin-path", pins)
+    (record,) = found["affinity"]
+    assert 5.0 <= record.pop("age_seconds") < 60.0
+    assert record == {
+        "client": "99",
+        "path": "socket",
+        "address": pod_ip(1),
+        "port": 8080,
+        "id": web,
+        "service": "default/web:http",
+    }
+    assert found["udp_conn"] == [
+        {
+            "socket": 1234,
+            "netns": 99,
+            "address": pod_ip(3),
+            "port": 53,
+            "id": dns,
+            "service": "default/dns",
+        }
+    ]
+
+
+def test_a_service_has_its_entries_of_every_map_and_no_others(pins: Path) -> None:
+    found = as_json("map", "dump", "--service", "default/web", "--pin-path", pins)
+    assert list(found) == [name for name in EVERY_MAP if name in inspect.OF_SERVICES]
+    assert {row["service"] for rows in found.values() for row in rows} == {"default/web:http"}
+    counts = {name: len(rows) for name, rows in found.items()}
+    assert counts == {
+        "frontends": 2,
+        "ports": 2,
+        "backends": 3,
+        "affinity": 0,
+        "members": 2,
+        "udp_conn": 0,
+        "connections": 2,
+        "names": 2,
+    }
+
+
+def test_yaml_and_table_say_what_json_says(pins: Path) -> None:
+    found = as_json("map", "dump", "--pin-path", pins)
+    as_yaml = ebpflb("map", "dump", "-o", "yaml", "--pin-path", pins)
+    assert yaml.safe_load(as_yaml.stdout) == found
+    table = ebpflb("map", "dump", "--pin-path", pins)
+    assert (table.exit_code, table.stderr) == (0, "")
+    lines = table.stdout.splitlines()
+    for name, rows in found.items():
+        assert any(line.startswith(f"{name}  {len(rows)} of ") for line in lines)
+    assert "Which service port does this address, port and protocol belong to?" in lines
+    assert max(map(len, lines)) > 80
+
+
+def test_left_over_slots_are_counted_not_shown(pins: Path) -> None:
+    without = ebpflb("map", "dump", "backends", "--pin-path", pins).stdout
+    assert "left-over" not in without
+    stale = abi.LAYOUTS["backend"].pack(parse_address(pod_ip(9)), bytes(2), 0, 4711)
+    write(pins, "backends", struct.pack("=I", 100), stale)
+    table = ebpflb("map", "dump", "backends", "--pin-path", pins).stdout
+    assert table == f"{without}and 1 left-over slots in no range\n"
+
+
+def test_an_unknown_service_is_said(pins: Path) -> None:
+    result = ebpflb("map", "dump", "--service", "default/nowhere", "--pin-path", pins)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "default/nowhere" in result.stderr
+
+
+# --- service list --------------------------------------------------------------------------------
+
+
+def test_the_list_merges_families_and_counts_connections(pins: Path) -> None:
+    web, web6 = id_of(pins, "default/web:http"), id_of(pins, "default/web:http", "IPv6")
+    cpus = libbpf.possible_cpus()
+    for one in (web, web6):
+        index = struct.pack("=I", one & 0xFFFFF)
+        write(pins, "connections", index, struct.pack(f"={cpus}Q", *[2] * cpus))
+    found = as_json("service", "list", "--pin-path", pins)
+    assert [(one["service"], one["protocol"]) for one in found] == [
+        ("default/dns", "UDP"),
+        ("default/empty", "TCP"),
+        ("default/web:http", "TCP"),
+    ]
+    assert found[2] == {
+        "service": "default/web:http",
+        "id": web,
+        "protocol": "TCP",
+        "affinity_seconds": 60,
+        "frontends": [
+            {"address": cluster_ip(10), "port": 80, "type": "ClusterIP"},
+            {"address": cluster_ip(10, Family.IPV6), "port": 80, "type": "ClusterIP"},
+        ],
+        "backends": [
+            {"address": pod_ip(1), "port": 8080, "state": "ready", "local": False},
+            {"address": pod_ip(2), "port": 8080, "state": "ready", "local": True},
+            {"address": pod_ip(1, Family.IPV6), "port": 8080, "state": "ready", "local": False},
+        ],
+        "internal_policy": "Cluster",
+        "external_policy": "Cluster",
+        "connections": 4 * cpus,
+    }
+    as_yaml = ebpflb("service", "list", "-o", "yaml", "--pin-path", pins)
+    assert yaml.safe_load(as_yaml.stdout) == found
+
+
+@pytest.mark.parametrize("form", ["table", "wide"])
+def test_the_table_has_one_line_a_service_port_in_a_pipe(pins: Path, form: str) -> None:
+    result = ebpflb("service", "list", "-o", form, "--pin-path", pins)
+    assert (result.exit_code, result.stderr) == (0, "")
+    header, dns, empty, web = result.stdout.splitlines()
+    assert header.split()[0] == "SERVICE"
+    assert dns.startswith("default/dns ")
+    assert "none: refused" in empty
+    assert f"{cluster_ip(10)}:80, [{cluster_ip(10, Family.IPV6)}]:80" in web
+
+
+def test_an_empty_list_is_said_on_standard_error(pin_path: Path) -> None:
+    fill(pin_path)
+    table = ebpflb("service", "list", "--pin-path", pin_path)
+    assert (table.exit_code, table.stdout) == (0, "")
+    assert table.stderr == "No service port is programmed.\n"
+    assert as_json("service", "list", "--pin-path", pin_path) == []
+
+
+# --- what is missing or forbidden ----------------------------------------------------------------
+
+READERS = (("map", "dump"), ("service", "list"), ("check",), ("status",))
+
+
+@pytest.mark.parametrize("command", READERS, ids=" ".join)
+def test_nothing_pinned_is_one_line_and_exits_1(command: tuple[str, ...], pin_path: Path) -> None:
+    for _ in range(2):
+        result = ebpflb(*command, "--pin-path", pin_path)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"Error: read {pin_path}: nothing of ebpflb is pinned")
+        assert result.stderr.count("\n") == 1
+        pin_path.mkdir(exist_ok=True)  # an empty folder is nothing too
+
+
+@pytest.mark.parametrize("command", [*READERS, ("cleanup",)], ids=" ".join)
+def test_no_privileges_is_one_line_and_exits_3(command: tuple[str, ...], pins: Path) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("machine lacks setpriv")
+    ran = subprocess.run(
+        [
+            *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+            *(sys.executable, "-m", "ebpflb", *command, "--pin-path", str(pins)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (3, ""), ran.stderr
+    assert ran.stderr.startswith(f"Error: read {pins}: Permission denied")
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [*READERS, ("cleanup",)], ids=" ".join)
+def test_a_pin_path_that_is_a_file_is_wrong_usage(command: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    result = ebpflb(*command, "--pin-path", file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: --pin-path {file}: it is no folder\n"
+
+
+def test_check_without_a_source_says_what_to_give(pins: Path) -> None:
+    result = ebpflb("check", "--pin-path", pins)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--manifests" in result.stderr
+
+
+def test_a_cgroup_that_is_none_exits_3(pins: Path, tmp_path: Path) -> None:
+    result = ebpflb("status", "--pin-path", pins, "--cgroup", tmp_path)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert f"{tmp_path}" in result.stderr
+
+
+# --- without programs ----------------------------------------------------------------------------
+
+
+def test_status_of_maps_alone_names_every_hook(pins: Path) -> None:
+    found = as_json("status", "--pin-path", pins, code=1)
+    assert [one["hook"] for one in found["programs"]] == list(abi.names_of("HOOK_").values())
+    assert {one["state"] for one in found["programs"]} == {"not attached"}
+    (problem,) = found["problems"]
+    assert problem.startswith("not translated at connect4 ")
+    assert found["warnings"] == [
+        "no agent runs: the data path stays in force, but follows no change"
+    ]
+    assert (found["service_ports"], found["backends"]) == (3, 4)
+    used = {one["map"]: (one["entries"], one["max_entries"]) for one in found["maps"]}
+    assert list(used) == list(abi.MAPS)
+    assert used["frontends"] == (6, 64)  # two are the probe's
+    assert used["ports"] == (4, 16)
+    assert used["backends"] == (4, 128)
+    assert used["members"] == (3, 64)
+    assert used["names"] == (4, 16)
+    assert used["sock_peer"] == (None, None)
+    assert used["connections"] == (None, 16)
+    assert all(one["bytes"] > 0 for one in found["maps"])
+
+
+def test_a_full_map_is_a_problem(pin_path: Path) -> None:
+    fill(pin_path, *(planned(port_name(f"s{i}", ""), 20 + i) for i in range(15)))
+    problems = as_json("status", "--pin-path", pin_path, code=1)["problems"]
+    assert any(text.startswith("map ports: 15 of 16 entries are used") for text in problems)
+
+
+def test_the_holder_of_the_lock_is_seen_without_being_disturbed(pins: Path) -> None:
+    assert inspect.holder(pins) is None
+    with PinFolder(pins).lock(lambda _: None):
+        assert inspect.holder(pins) == inspect.Holder(os.getpid())
+        assert as_json("status", "--pin-path", pins, code=1)["agent"]["process"] == os.getpid()
+    assert inspect.holder(pins) is None
+
+
+# --- cleanup -------------------------------------------------------------------------------------
+
+
+def test_cleanup_removes_all_and_twice_is_no_error(pins: Path) -> None:
+    result = ebpflb("cleanup", "--pin-path", pins)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"removed   {pins}" in result.stdout
+    assert not pins.exists()
+    again = ebpflb("cleanup", "--pin-path", pins)
+    assert (again.exit_code, again.stdout) == (0, f"Nothing to remove: {pins} does not exist.\n")
+
+
+def test_cleanup_does_not_touch_the_folder_of_a_running_writer(pins: Path) -> None:
+    before = sorted(pins.rglob("*"))
+    with PinFolder(pins).lock(lambda _: None):
+        result = ebpflb("cleanup", "--pin-path", pins)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"process {os.getpid()}" in result.stderr
+    assert sorted(pins.rglob("*")) == before
+
+
+def test_cleanup_leaves_what_is_not_ours_and_names_it(pins: Path) -> None:
+    ours = {path.name for path in pins.iterdir()}
+    (pins / "their-folder").mkdir()
+    theirs = libbpf.map_create("array", "theirs", key_size=4, value_size=4, max_entries=1)
+    libbpf.obj_pin(theirs, str(pins / "their-map"))
+    os.close(theirs)
+    result = ebpflb("cleanup", "--pin-path", pins)
+    assert result.exit_code == 1
+    assert "their-folder, their-map" in result.stderr
+    assert {path.name for path in pins.iterdir()} == {"their-folder", "their-map"}
+    assert "frontends" in result.stdout
+    assert ours
+
+
+def test_cleanup_also_removes_the_maps_of_another_version(pins: Path) -> None:
+    other = libbpf.map_create("hash", "flows", key_size=4, value_size=4, max_entries=1)
+    libbpf.obj_pin(other, str(pins / "flows_new-0123456789ab"))
+    os.close(other)
+    result = ebpflb("cleanup", "--pin-path", pins)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "flows_new" in result.stdout
+    assert not pins.exists()
+
+
+def test_cleanup_of_another_file_system_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "frontends-0123456789ab"
+    file.touch()
+    result = ebpflb("cleanup", "--pin-path", tmp_path)
+    assert result.exit_code == 3
+    assert "not on a BPF file system" in result.stderr
+    assert file.exists()
+
+
+# --- beside an agent -----------------------------------------------------------------------------
+
+
+class Site:
+    """A node with an agent and two Services; each command runs on that node."""
+
+    def __init__(self, node: Node, agent: Agent) -> None:
+        self.node = node
+        self.agent = agent
+        self.at = ("--pin-path", str(node.pin_path))
+
+    def run(self, *arguments: str) -> Result:
+        act: Callable[[], Result] = lambda: ebpflb(*arguments, *self.at)  # noqa: E731
+        return self.node.inside(act)
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        result = self.run(*arguments, "-o", "json")
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+
+ENDPOINTS = (Endpoint(pod_ip(20), pod_ip(20, Family.IPV6)), Endpoint(pod_ip(21)))
+SERVED = Spec(name="web", ipv4=cluster_ip(10), tcp={80: 8080}, endpoints=ENDPOINTS)
+UNSERVED = Spec(name="empty", ipv4=cluster_ip(11), tcp={80: 8080})
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("commands")
+    with Lab("commands") as lab:
+        node = lab.node("n1")
+        manifests = Manifests(folder / "manifests")
+        manifests.put(SERVED, UNSERVED)
+        with Agent(node, manifests, "--map-size", SMALL) as agent:
+            agent.settle()
+            yield Site(node, agent)
+
+
+@pytest.fixture
+def site(lab: Site) -> Site:
+    """The agent runs and follows its two Services, whatever the test before has done."""
+    if not lab.agent.alive:
+        lab.agent.start()
+    lab.agent.manifests.clear()
+    lab.agent.manifests.put(SERVED, UNSERVED)
+    lab.agent.settle()
+    return lab
+
+
+def test_all_is_well(site: Site) -> None:
+    found = site.json("status")
+    assert (found["problems"], found["warnings"]) == ([], [])
+    assert {one["state"] for one in found["programs"]} == {"attached"}
+    assert all(one["program_id"] for one in found["programs"])
+    assert (found["node"], found["mode"]) == ("n1", "ebpf")
+    agent = found["agent"]
+    assert agent["running"]
+    assert agent["process"] == site.agent.pid
+    assert agent["answers"]
+    assert agent["healthy"]
+    assert agent["last_sync_age_seconds"] < 600
+    assert agent["failures"] == {}
+    page = site.run("status")
+    assert page.exit_code == 0
+    assert page.stdout.endswith("what is wrong\nnothing\n")
+
+
+def test_check_agrees_with_what_it_takes_from_the_agent(site: Site) -> None:
+    result = site.run("check")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == "no difference: 2 service ports, 2 backends\n"
+    assert site.json("check") == []
+
+
+def test_check_finds_what_the_agent_was_not_told(site: Site, tmp_path: Path) -> None:
+    truth = Manifests(tmp_path / "truth")
+    truth.put(SERVED, Spec(name="more", ipv4=cluster_ip(12), tcp={80: 8080}))
+    found = site.json("check", "--manifests", str(truth.folder), code=1)
+    assert all(list(one) == ["service", "where", "what", "expected", "actual"] for one in found)
+    assert {(one["service"], one["where"]) for one in found} == {
+        ("default/empty:tcp-80", "ports"),
+        ("default/empty:tcp-80", "frontends"),
+        ("default/more:tcp-80", "ports"),
+    }
+    table = site.run("check", "--manifests", str(truth.folder))
+    assert table.exit_code == 1
+    assert "default/more:tcp-80" in table.stdout
+
+
+def test_check_tells_of_objects_that_are_not_served(site: Site) -> None:
+    site.agent.manifests.put_text("half.yaml", "kind: [Service")
+    site.agent.manifests.put(Spec(name="odd", ipv4="10.96.0.999", tcp={80: 1}))
+    result = site.run("check")
+    assert result.exit_code == 0
+    assert "half.yaml, line " in result.stderr
+    assert "Service default/odd" in result.stderr
+
+
+def test_a_lost_link_is_found_until_the_agent_repairs_it(site: Site) -> None:
+    site.agent.terminate()
+    (site.node.pin_path / LINKS / "connect6").unlink()
+    found = site.json("status", code=1)
+    assert found["problems"] == ["not translated at connect6: not attached"]
+    (difference,) = site.json("check", code=1)
+    assert difference == {
+        "service": "",
+        "where": "hook connect6",
+        "what": "program",
+        "expected": "attached",
+        "actual": "not attached",
+    }
+    site.agent.start()
+    assert site.json("status")["problems"] == []
+    assert site.json("check") == []
+
+
+def test_without_its_agent_the_node_is_shown_as_before(site: Site) -> None:
+    before = site.json("service", "list")
+    site.agent.terminate()
+    assert site.json("service", "list") == before
+    assert site.json("check") == []
+    found = site.json("status")
+    assert found["problems"] == []
+    assert found["warnings"] == [
+        "no agent runs: the data path stays in force, but follows no change"
+    ]
+    assert not found["agent"]["running"]
+
+
+def test_programs_on_other_maps_than_the_pinned_ones_are_found(site: Site) -> None:
+    site.agent.terminate()
+    pins = site.node.pin_path
+    (stats,) = pins.glob("stats-*")
+    stats.unlink()
+    spec = abi.MAPS["stats"]
+    other = libbpf.map_create(
+        spec.type,
+        "stats",
+        key_size=spec.key.size,
+        value_size=spec.value.size,
+        max_entries=abi.CONSTANTS["STAT_COUNT"],
+    )
+    libbpf.obj_pin(other, str(stats))
+    os.close(other)
+    found = site.json("check", code=1)
+    assert {one["where"] for one in found} >= {"hook connect4", "hook sendmsg6"}
+    assert {one["what"] for one in found} == {"maps"}
+    assert site.json("status", code=1)["problems"]
+    site.agent.start()
+    assert site.json("check") == []
+
+
+def test_cleanup_beside_the_agent_is_refused(site: Site) -> None:
+    result = site.run("cleanup")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"process {site.agent.pid}" in result.stderr
+    assert site.json("status")["problems"] == []
+
+
+def test_cleanup_detaches_and_the_node_translates_no_more(site: Site) -> None:
+    refused = f"""
+import socket, sys
+try:
+    socket.create_connection(("{cluster_ip(11)}", 80), 1)
+except OSError as error:
+    print(error.errno)
+"""
+    dial = [sys.executable, "-c", refused]
+    assert site.node.run(dial).stdout.strip() == str(errno.ECONNREFUSED)
+    site.agent.terminate()
+    result = site.run("cleanup")
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, second, third, *_ = result.stdout.splitlines()
+    assert first.split()[:2] == ["detached", "connect6"]
+    assert len(first.split()) == 1 + abi.CONSTANTS["HOOK_COUNT"]
+    assert second.startswith("removed   affinity ")
+    assert third == f"removed   {site.node.pin_path}"
+    assert "Services are no longer translated" in result.stdout
+    assert site.node.run(dial).stdout.strip() != str(errno.ECONNREFUSED)
+
+
+def test_cleanup_says_when_somebody_else_holds_a_link(site: Site) -> None:
+    held = libbpf.obj_get(str(site.node.pin_path / LINKS / "connect4"))
+    try:
+        site.agent.terminate()
+        result = site.run("cleanup")
+    finally:
+        os.close(held)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: detach connect4: ")
+    assert not site.node.pin_path.exists()
