@@ -52,7 +52,6 @@ def resources(node_name: str) -> tuple[Resource, ...]:
             "Node",
             "/api/v1/nodes",
             {"fieldSelector": f"metadata.name={node_name}"},
-            never_empty=False,
         ),
     )
 

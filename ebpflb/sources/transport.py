@@ -80,17 +80,18 @@ def load_access(where: Where) -> Access:
     try:
         child = subprocess.run(
             [sys.executable, "-m", "ebpflb.sources.transport"],
-            input=msgspec.json.encode(where),
+            input=msgspec.json.encode(_Question(where, LOAD_TIMEOUT_S)),
             capture_output=True,
-            timeout=LOAD_TIMEOUT_S + 5,
+            start_new_session=True,  # so that it can end with all that it started
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        raise ApiError("credentials", _gave_up(where)) from None
     except OSError as error:
         raise ApiError("credentials", f"cannot start {sys.executable}: {error.strerror}") from None
-    if child.returncode == -signal.SIGALRM:
-        raise ApiError("credentials", _gave_up(where))
+    if child.returncode == -signal.SIGKILL:
+        raise ApiError(
+            "credentials",
+            f"{_source(where)}: gave up after {LOAD_TIMEOUT_S} s (does an exec plugin hang?)",
+        )
     try:
         answer = msgspec.json.decode(child.stdout, type=_Answer)
     except msgspec.MsgspecError:
@@ -102,10 +103,6 @@ def load_access(where: Where) -> Access:
     if answer.access is None:
         raise ApiError("credentials", f"{_source(where)}: {answer.problem}")
     return answer.access
-
-
-def _gave_up(where: Where) -> str:
-    return f"{_source(where)}: gave up after {LOAD_TIMEOUT_S} s (does an exec plugin hang?)"
 
 
 def _source(where: Where) -> str:
@@ -232,6 +229,11 @@ def _context(access: Access) -> ssl.SSLContext:
 # --- the child process ----------------------------------------------------------------------------
 
 
+class _Question(msgspec.Struct, frozen=True):
+    where: Where
+    timeout_s: int
+
+
 class _Answer(msgspec.Struct, frozen=True):
     access: Access | None = None
     problem: str = ""
@@ -242,11 +244,13 @@ class _UnusableError(Exception):
 
 
 def main() -> int:
-    """The child: a Where on standard input, an answer on standard output."""
-    signal.alarm(LOAD_TIMEOUT_S)
-    where = msgspec.json.decode(sys.stdin.buffer.read(), type=Where)
+    """The child: a question on standard input, the answer on standard output."""
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=_Question)
+    # A plugin that hangs is ended with us, nobody else is in the session.
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(question.timeout_s)
     try:
-        answer = _Answer(access=_found_out(where))
+        answer = _Answer(access=_found_out(question.where))
     except Exception as error:  # noqa: BLE001 - whatever its parsers raise is the user's to mend
         answer = _Answer(problem=" ".join(_plainly(error).split()))
     sys.stdout.buffer.write(msgspec.json.encode(answer))
@@ -283,11 +287,12 @@ def _found_out(where: Where) -> Access:
     proxy = configuration.proxy or ""
     if proxy and should_bypass_proxies(server, configuration.no_proxy or ""):
         proxy = ""
+    if not where.kubeconfig and not server.startswith("https:"):
+        authorization = ""  # a pod's token is not sent in clear text
     token = authorization.partition(" ")[2]
     return Access(
         server=server,
-        # A token is a password: not in clear text to where nobody is sure who listens.
-        authorization=authorization if where.kubeconfig or server.startswith("https:") else "",
+        authorization=authorization,
         token_file=next((f for f in token_files if token and _text(f).strip() == token), ""),
         ca=_text(configuration.ssl_ca_cert),
         certificate=_text(configuration.cert_file),

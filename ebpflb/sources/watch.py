@@ -65,14 +65,12 @@ class Resource(msgspec.Struct, frozen=True):
     """What is listed and watched: where, and which of them.
 
     ``optional`` are parameters that an old server may not know: left out once it has said 400.
-    ``never_empty``: a cluster without any is not to be believed at once.
     """
 
     kind: wire.Kind
     path: str
     selectors: Mapping[str, str] = {}
     optional: frozenset[str] = frozenset()
-    never_empty: bool = True
 
 
 class Listener(Protocol):
@@ -236,16 +234,12 @@ class Watch:
         self._listener.listed(self._kind)
 
     def _is_incredible(self, known: set[ObjectKey], present: set[ObjectKey]) -> bool:
-        """Whether the list says that all that is known has gone, and was not asked for twice.
+        """Whether the list says that there is nothing, or nothing of all that is known.
 
-        That is the picture of a server that has lost its state for a moment. In a cluster there is
-        always default/kubernetes, with a slice.
+        That is the picture of a server that has lost its state for a moment: in a cluster there is
+        always default/kubernetes with a slice, and this Node. Not so when it says it again.
         """
-        if self._doubted:
-            return False
-        if not known:
-            return self._resource.never_empty and not present
-        return present.isdisjoint(known)
+        return not self._doubted and (present.isdisjoint(known) if known else not present)
 
     def _pages(self, present: set[ObjectKey]) -> str:
         """Take in every page, noting the keys; return the version that they are of."""

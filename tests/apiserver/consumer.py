@@ -10,11 +10,13 @@ from typing import Any
 
 from ebpflb.model import ApiObject, Deleted, Event, ObjectKey, Refused, Synced, Upserted
 from ebpflb.sources import wire
+from ebpflb.sources.cluster import resources
 from ebpflb.sources.failures import ApiError
 from ebpflb.sources.watch import Timing
-from tests.apiserver.fake import FakeApiServer, KINDS
+from tests.apiserver.fake import RESOURCES, FakeApiServer, selector
+from tests.builders import NODE
 
-DEADLINE_S = 20.0
+DEADLINE_S = 8.0
 
 QUICK = Timing(
     connect_s=1.0,
@@ -143,18 +145,15 @@ class Told:
 
 
 def truth(server: FakeApiServer) -> dict[ObjectKey, ApiObject | Refused]:
-    """What a source should know of a server, selectors and all."""
+    """What a source should know of a server: all that passes the selectors and is ours."""
     known: dict[ObjectKey, ApiObject | Refused] = {}
     with server.changed:
-        for resource, store in server.stores.items():
-            for stored in store.objects.values():
-                told = wire.decode_json(_kind(KINDS[resource]), stored.data)
-                if isinstance(told, Upserted):
+        for resource in resources(NODE):
+            match = selector(resource.selectors)
+            for stored in server.stores[RESOURCES[resource.kind]].objects.values():
+                told = wire.decode_json(resource.kind, stored.data)
+                if match(stored.obj) and isinstance(told, Upserted):
                     known[told.obj.key] = told.obj
-                elif isinstance(told, Refused):
+                elif match(stored.obj) and isinstance(told, Refused):
                     known[told.key] = told
     return known
-
-
-def _kind(name: str) -> wire.Kind:
-    return next(kind for kind in wire.KINDS.values() if kind == name)

@@ -208,7 +208,7 @@ def _in_list(stored: Stored) -> bytes:
 Match = Callable[[Json], bool]
 
 
-def _selector(query: Mapping[str, str]) -> Match:
+def selector(query: Mapping[str, str]) -> Match:
     """What labelSelector and fieldSelector let through; only the forms that are used here."""
     absent = [part[1:] for part in query.get("labelSelector", "").split(",") if part]
     fields = [part for part in query.get("fieldSelector", "").split(",") if part]
@@ -517,7 +517,7 @@ class FakeApiServer:
         with self.changed:
             token = query.get("continue")
             if token is None:
-                match = _selector(query)
+                match = selector(query)
                 found = [s for s in self.stores[resource].objects.values() if match(s.obj)]
                 version, page = self.version, 0
             else:
@@ -561,7 +561,7 @@ class FakeApiServer:
     ) -> Iterator[bytes | None]:
         """Yield what to send; None: reset the connection."""
         resource, query = request.resource, request.query
-        match = _selector(query)
+        match = selector(query)
         lines: collections.deque[bytes] = collections.deque()
         armed = spoiler.end != "go on" or bool(spoiler.lines)
         sent = 0

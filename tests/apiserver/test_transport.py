@@ -127,7 +127,7 @@ def test_a_client_certificate_is_shown(authority: Authority, stranger: Authority
         assert ask(good)
         other = stranger.sign("client")
         bad = msgspec.structs.replace(access, certificate=other.pem, key=other.key_pem)
-        assert failure(bad).reason == "tls"
+        assert failure(bad).reason in {"tls", "unreachable"}  # the reset may overtake the alert
 
 
 @pytest.mark.parametrize(
@@ -191,16 +191,15 @@ def test_a_token_file_is_read_at_each_request(
 ) -> None:
     file = tmp_path / "token"
     file.write_text("first\n")
-    server.tokens = {"Bearer first"}
+    server.tokens = {"Bearer first", "Bearer second"}
     watching(Access(server=server.url, authorization="Bearer zero", token_file=str(file)))
     consumer.wait_synced()
+    server.wait(lambda: server.watchers("services") == 1)
     file.write_text("second")
-    server.tokens = {"Bearer second"}
     server.cut()
     server.wait(lambda: server.count("watch", "services") >= 2)
-    server.put(service_object())
-    consumer.wait_equal(server)
-    assert not any(reason == "unauthorized" for _, _, reason in consumer.failures)
+    used = [r.headers["Authorization"] for r in server.requests if r.resource == "services"]
+    assert (used[0], used[-1]) == ("Bearer first", "Bearer second")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"a\r\nX-Header: b", b"\xff\xfe", None])

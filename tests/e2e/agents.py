@@ -15,7 +15,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -73,7 +73,7 @@ class Agent:
 
     def serving(self) -> Self:
         """Wait until its first sync is done, in whatever format it says so."""
-        try:
+        with self._last_words():
             wait_until(
                 lambda: not self.alive or "synced" in self.text(),
                 timeout_s=START_S,
@@ -81,9 +81,6 @@ class Agent:
             )
             if not self.alive:
                 raise LabError(f"the agent ended with {self.process.wait()}")
-        except LabError as error:
-            error.add_note(self.text()[-3000:])
-            raise
         return self
 
     @property
@@ -105,11 +102,11 @@ class Agent:
         return self.start()
 
     @contextlib.contextmanager
-    def paused(self) -> Any:
+    def paused(self) -> Iterator[None]:
         """It is stopped (SIGSTOP) meanwhile, as on a node that hangs."""
         self.process.send_signal(signal.SIGSTOP)
         try:
-            yield self
+            yield
         finally:
             self.process.send_signal(signal.SIGCONT)
 
@@ -153,14 +150,20 @@ class Agent:
             found[:] = self.log(event, since=since, **fields)
             return bool(found) or not self.alive
 
-        try:
+        with self._last_words():
             wait_until(said, timeout_s=timeout_s, what=f"{self.node.name}'s agent says {event!r}")
             if not found:
                 raise LabError(f"the agent ended with {self.process.wait()}, without {event!r}")
+        return found[0]
+
+    @contextlib.contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """Whoever waits in vain is told what it said at last."""
+        try:
+            yield
         except LabError as error:
             error.add_note(self.text()[-3000:])
             raise
-        return found[0]
 
     def faults(self) -> list[str]:
         """Lines of all its logs that no outage of an API server accounts for."""
@@ -183,7 +186,9 @@ class Agent:
 
         return self.node.inside(ask)
 
-    def command(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str | Path, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """Run another command of ebpflb's on the node, for this agent's pins."""
         return self.node.run(
             [*EBPFLB, *arguments, "--pin-path", self.node.pin_path],

@@ -67,7 +67,9 @@ UNREACHABLE: Final = (OSError, http.client.HTTPException)
 class _Connection(http.client.HTTPSConnection):
     """Connects in the way it is told."""
 
-    def __init__(self, host: str, connect: Callable[[], socket.socket], tls: ssl.SSLContext):
+    def __init__(
+        self, host: str, connect: Callable[[], socket.socket], tls: ssl.SSLContext
+    ) -> None:
         super().__init__(host, timeout=TIMEOUT_S, context=tls)
         self._connect = connect
         self._tls = tls

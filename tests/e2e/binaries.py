@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 MODULE = Path(__file__).with_name("go")
 SAY_EVERY_S = 15.0
@@ -159,7 +159,7 @@ class _Progress:
 
 
 def _run(
-    program: str, arguments: Sequence[str], log: object, progress: Callable[[Sequence[str]], None]
+    program: str, arguments: Sequence[str], log: TextIO, progress: Callable[[Sequence[str]], None]
 ) -> list[str]:
     """Run Go to its end; its standard error is read for progress and kept. Returns the output."""
     with (
@@ -174,7 +174,8 @@ def _run(
         ) as process,
     ):
         assert process.stderr is not None
-        said, unread = bytearray(), b""
+        said = bytearray()
+        unread = b""
         while True:
             lines: list[bytes] = []
             if select.select([process.stderr], [], [], 1.0)[0]:
@@ -186,7 +187,7 @@ def _run(
             progress([line.decode(errors="replace") for line in lines])
         code = process.wait()
         text = said.decode(errors="replace")
-        print("$ go", *arguments, file=log)  # type: ignore[call-overload]
+        print("$ go", *arguments, "\n", text, file=log)
         output.seek(0)
         if code:
             end = "\n".join(text.splitlines()[-25:])
@@ -195,10 +196,13 @@ def _run(
 
 
 def main() -> int:
+    def say(line: str) -> None:
+        sys.stderr.write(f"[e2e] {line}\n")
+
     try:
-        print(build(lambda line: print(f"[e2e] {line}", file=sys.stderr, flush=True)))
+        sys.stdout.write(f"{build(say)}\n")
     except BuildError as error:
-        print(f"[e2e] {error}", file=sys.stderr)
+        say(str(error))
         return 1
     return 0
 

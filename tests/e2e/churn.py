@@ -62,9 +62,7 @@ class Slot:
 class Churn:
     """Makes changes, one request to the API server each; ``seed`` decides which."""
 
-    def __init__(
-        self, objects: Objects, pods: Sequence[Pod], *, services: int, seed: int
-    ) -> None:
+    def __init__(self, objects: Objects, pods: Sequence[Pod], *, services: int, seed: int) -> None:
         self._objects = objects
         self._pods = list(pods)
         self._random = random.Random(seed)

@@ -8,6 +8,7 @@ nothing of the agent but those rules.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -27,7 +28,7 @@ from tests.e2e.api import UNREACHABLE, Api, ApiError
 PORT: Final = 6443
 ETCD_PORT: Final = 2379
 READY_S: Final = 90.0
-ADMIN_TOKEN: Final = "admin-of-the-lab"  # noqa: S105 - of a server that only the lab reaches
+ADMIN_TOKEN: Final = "admin-of-the-lab"
 SYSTEM: Final = "kube-system"
 AGENT: Final = "ebpflb"
 
@@ -119,10 +120,15 @@ class Part:
         def look() -> bool:
             return not self.alive or ready()
 
-        try:
+        with self._last_words():
             wait_until(look, timeout_s=timeout_s, what=f"{self.name} is ready")
             if not self.alive:
                 raise LabError(f"{self.name} ended")
+
+    @contextlib.contextmanager
+    def _last_words(self) -> Iterator[None]:
+        try:
+            yield
         except LabError as error:
             error.add_note(self.tail())
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import pytest
 
@@ -19,7 +20,17 @@ from tests.e2e.objects import Objects
 from tests.e2e.world import World
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 180
+TIMEOUT_S = 300
+NOT_BUILT = pytest.StashKey[str]()
+
+
+@runtime_checkable
+class HasLogs(Protocol):
+    """What a failed test was about."""
+
+    def logs(self) -> dict[str, str]:
+        """The end of every log, by whose it is."""
+        ...
 
 
 def _ours(item: pytest.Item) -> bool:
@@ -30,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip where there is no Go; main's conftest makes a failure of that in CI."""
     lacking = binaries.go() is None and not binaries.built()
     for item in filter(_ours, items):
-        item.add_marker(pytest.mark.timeout(TIMEOUT_S), append=False)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
         if lacking:
             item.add_marker(pytest.mark.skip(reason="needs Go to build kube-apiserver and etcd"))
 
@@ -41,10 +53,16 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     wanted = any(map(_ours, session.items)) and not session.config.option.collectonly
     if not wanted or binaries.built() or binaries.go() is None or os.geteuid():
         return
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print()
-        binaries.build(lambda line: print(f"[e2e] {line}", flush=True))
+    terminal = session.config.get_terminal_writer()
+
+    def say(line: str) -> None:
+        terminal.line(f"[e2e] {line}")
+        terminal.flush()
+
+    try:
+        binaries.build(say)
+    except binaries.BuildError as error:
+        session.config.stash[NOT_BUILT] = str(error)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,9 +73,16 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for value in item.funcargs.values():
-            if isinstance(value, World):
+            if isinstance(value, HasLogs):
                 report.sections += value.logs().items()
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs(pytestconfig: pytest.Config) -> None:
+    """They are there, or every test says why not."""
+    if NOT_BUILT in pytestconfig.stash:
+        pytest.fail(pytestconfig.stash[NOT_BUILT], pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A day's changes in minutes, with the API server, etcd and the agent killed on the way.
+"""A day's changes in minutes, with the API server and etcd killed on the way.
 
-`make test-full` makes 10,000 changes, CI fewer. What was made of which seed stands in the output
-of a test that failed.
+`make test-full` makes 10,000 changes, CI fewer. The seed stands in the output of a test that fails.
 """
 
 from __future__ import annotations
@@ -36,16 +35,20 @@ class Day(msgspec.Struct):
     """What is left of it: the cluster as it is then, and what clients of a quiet Service saw."""
 
     world: World
+    seed: int
     churn: Churn
     kubeconfig: Path
     seen: list[Outcome]
     log: str
 
+    def logs(self) -> dict[str, str]:
+        """Of which seed it was, and what everybody said."""
+        return {"seed": str(self.seed), **self.world.logs()}
+
 
 @pytest.fixture(scope="module")
 def day() -> Iterator[Day]:
     seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
     with Lab("churn") as lab, World(lab) as world:
         world.start_agents(log_format="text")
         objects = Objects(world.admin)
@@ -72,7 +75,7 @@ def day() -> Iterator[Day]:
         reaches(world.client, quiet.ip, 80, {"be3"}, timeout_s=90.0)
         seen = [loop.stop() for loop in loops]
         config = lab.folder / "agents.kubeconfig"
-        yield Day(world, churn, config, seen, world.agent.text(since=since))
+        yield Day(world, seed, churn, config, seen, world.agent.text(since=since))
 
 
 def _deaths(world: World) -> dict[int, list[Callable[[], None]]]:

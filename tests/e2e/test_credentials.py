@@ -18,6 +18,7 @@ from tests.e2e.cluster import AGENT_RULES, write_at_once
 from tests.e2e.objects import Objects, Service
 from tests.e2e.world import World, reaches, refuses
 
+BACK_S = 60.0
 _numbers = itertools.count(1)
 
 # Where a pod finds its credentials, in a view of files that nobody else has.
@@ -62,7 +63,9 @@ class Mounted:
         draft.rename(self.folder / "..data")
 
 
-def with_kubeconfig(place: World, folder: Path, token: str) -> tuple[Agent, Callable[[str], object]]:
+def with_kubeconfig(
+    place: World, folder: Path, token: str
+) -> tuple[Agent, Callable[[str], object]]:
     file = write_at_once(folder / "token", token)
     config = place.cluster.kubeconfig(folder / "kubeconfig", token_file=file)
     agent = Agent(place.node, "--kubeconfig", str(config))
@@ -83,7 +86,10 @@ def in_cluster(place: World, folder: Path, token: str) -> tuple[Agent, Callable[
 
 @pytest.mark.parametrize("way", [with_kubeconfig, in_cluster], ids=lambda way: way.__name__)
 def test_a_token_is_rotated(
-    place: World, service: Service, tmp_path: Path, way: Callable[..., tuple[Agent, Callable[..., object]]]
+    place: World,
+    service: Service,
+    tmp_path: Path,
+    way: Callable[..., tuple[Agent, Callable[..., object]]],
 ) -> None:
     """Renewed in time, and renewed too late: both times it goes on, and serves all the while."""
     names = [f"token-{next(_numbers)}" for _ in range(3)]
@@ -95,17 +101,17 @@ def test_a_token_is_rotated(
         place.cluster.revoke(names[0])
         _start_anew(place)
         service.endpoints(place.backends[1])
-        reaches(place.client, service.ip, 80, {"be2"})
+        reaches(place.client, service.ip, 80, {"be2"}, timeout_s=BACK_S)
         assert "401" not in agent.text()
 
         place.cluster.revoke(names[1])
         _start_anew(place)
-        agent.wait_for("api_lost")
+        agent.wait_for("api_lost", timeout_s=BACK_S)
         service.endpoints(place.backends[2])
         assert place.client.tcp(service.ip, 80, count=3).backends == {"be2": 3}
         put(tokens[2])
-        agent.wait_for("api_back", timeout_s=60.0)
-        reaches(place.client, service.ip, 80, {"be3"})
+        agent.wait_for("api_back", timeout_s=BACK_S)
+        reaches(place.client, service.ip, 80, {"be3"}, timeout_s=BACK_S)
         assert agent.faults() == []
         assert loop.stop().failed == 0
 
@@ -135,8 +141,8 @@ def test_what_it_may_not_see_is_said_once_and_seen_when_granted(
             else:
                 assert agent.log("synced") == []
             place.cluster.allow_agent()
-            agent.wait_for("api_back", timeout_s=60.0)
-            agent.wait_for("synced")
+            agent.wait_for("api_back", timeout_s=BACK_S)
+            agent.wait_for("synced", timeout_s=BACK_S)
             assert len(agent.log("api_lost")) == 1
             reaches(place.client, service.ip, 80, {"be1"})
     finally:
@@ -157,11 +163,11 @@ def test_a_right_that_is_taken_away_leaves_what_was_known(
                 [rule for rule in AGENT_RULES if "endpointslices" not in rule["resources"]]
             )
             _start_anew(place)
-            agent.wait_for("api_lost", resource="EndpointSlice")
+            agent.wait_for("api_lost", resource="EndpointSlice", timeout_s=BACK_S)
             new = objects.service().endpoints(place.backends[1])
-            refuses(place.client, new.ip, 80)
+            refuses(place.client, new.ip, 80, timeout_s=BACK_S)
             place.cluster.allow_agent()
-            reaches(place.client, new.ip, 80, {"be2"}, timeout_s=60.0)
+            reaches(place.client, new.ip, 80, {"be2"}, timeout_s=BACK_S)
             assert loop.stop().failed == 0
     finally:
         place.cluster.allow_agent()

@@ -10,7 +10,7 @@ import contextlib
 
 import pytest
 
-from ebpflb.lab import LabError, wait_until
+from ebpflb.lab import LabError, Loop, Pod, wait_until
 from tests.builders import ApiObject
 from tests.e2e.objects import DNS, HTTP, OTHER, SERVICE_NAME, Objects
 from tests.e2e.world import TCP_PORT, World, reaches, refuses, unserved
@@ -218,15 +218,20 @@ def test_a_rolling_update_costs_no_connect(world: World, objects: Objects) -> No
         for pod in (*world.backends[1:], *world.backends[:2]):
             new = objects.pod(pod, WEB, ready=False).ready()
             for loop in loops:
-                loop.wait_for(
-                    lambda one, name=pod.name: one.switches[-1][1] == name
-                    or one.backends.get(name, 0) > 0,
-                    timeout_s=20.0,
-                    what=f"{pod.name} is reached",
-                )
+                _answers(loop, pod)
             old.terminate()
             old.gone()
             old = new
         reaches(world.client, service.ip, 80, {"be2"})
         for loop in loops:
             assert loop.stop().failed == 0
+
+
+def _answers(loop: Loop, pod: Pod) -> None:
+    """Wait until a loop of connects has met this pod since now."""
+    before = loop.outcome().backends.get(pod.name, 0)
+    loop.wait_for(
+        lambda one: one.backends.get(pod.name, 0) > before,
+        timeout_s=20.0,
+        what=f"{pod.name} is reached",
+    )

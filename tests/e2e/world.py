@@ -76,9 +76,7 @@ class World:
         config = self.cluster.kubeconfig(
             self.lab.folder / "agents.kubeconfig", token=self.cluster.agent_token("agents")
         )
-        self.agents = [
-            Agent(node, "--kubeconfig", str(config), **options) for node in self.nodes
-        ]
+        self.agents = [Agent(node, "--kubeconfig", str(config), **options) for node in self.nodes]
         for agent in self.agents:
             agent.launch()
             self._stack.push(agent)
@@ -126,11 +124,11 @@ def reaches(
 ) -> Outcome:
     """Wait until these backends, all of them and nobody else, answer there; never mind how often.
 
-    The first round that they all answer is followed by another that must not differ: what has
-    been published does not go back.
+    A round is so long that a set with one backend more would not be mistaken for this one. The
+    first good round is followed by another that must be good: what is published does not go back.
     """
     wanted = set(names)
-    count = 12 * len(wanted)
+    count = 30 * len(wanted)
     seen: list[Outcome] = []
 
     def look() -> bool:
@@ -149,9 +147,7 @@ def reaches(
     return again
 
 
-def refuses(
-    place: Namespace, ip: str, port: int, *, timeout_s: float = FOLLOW_S
-) -> None:
+def refuses(place: Namespace, ip: str, port: int, *, timeout_s: float = FOLLOW_S) -> None:
     """Wait until a connect() to a Service port that exists is refused at once."""
 
     def look() -> bool:
@@ -164,7 +160,7 @@ def refuses(
 def unserved(
     node: Node, ip: str, port: int, *, protocol: Protocol = "tcp", timeout_s: float = FOLLOW_S
 ) -> None:
-    """Wait until a node knows no such frontend: its own sockets have no route to such an address."""
+    """Wait until a node knows no such frontend: its own sockets have no route there."""
 
     def look() -> bool:
         return ask(node, ip, port, protocol, count=3).errors == {"ENETUNREACH": 3}
