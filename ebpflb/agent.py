@@ -20,7 +20,7 @@ from typing import NoReturn
 from ebpflb import __version__
 from ebpflb.config import Config
 from ebpflb.datapath.base import Datapath
-from ebpflb.datapath.ebpf.attach import cgroup2_root
+from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
 from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
@@ -66,14 +66,15 @@ class Loop:
         self._clock = clock
         self._queue: queue.SimpleQueue[Event | _Wake | _Stop] = queue.SimpleQueue()
         self._synced = False
-        self._first = True
-        self._waiting: set[ServicePortName] = set()
+        self._compare_all = True  # not known to be as planned, whatever has changed
+        self._deferred_at: dict[ServicePortName, float] = {}
         self._failed: dict[ServicePortName, DatapathError] = {}
         self._retry_s = RETRY_MIN_S
         self._retry_at: float | None = None
         self._audit_at = float("inf")
 
     def put(self, event: Event) -> None:
+        self._health.queued()
         self._queue.put(event)
 
     def wake(self) -> None:
@@ -88,18 +89,23 @@ class Loop:
 
     def run(self, datapath: Datapath) -> None:
         """Until ``stop``. Raises DatapathError only for what can never work here."""
-        while True:
-            events, woken, stopping = self._drain()
-            if stopping:
-                return
-            now = self._clock()
-            retry = self._retry_at is not None and now >= self._retry_at
-            for event in events:
-                self._apply(event)
-            if self._synced and (events or woken or retry):
-                self._sync(datapath, woken=woken, retry=retry)
-            if now >= self._audit_at:
-                self._audit(datapath)
+        while self._turn(datapath):
+            pass
+
+    def _turn(self, datapath: Datapath) -> bool:
+        """Once around, when there is something to do; False where it is to end."""
+        events, woken, stopping = self._drain()
+        if stopping:
+            return False
+        now = self._clock()
+        retry = self._retry_at is not None and now >= self._retry_at
+        for event in events:
+            self._apply(event)
+        if self._synced and (events or woken or retry):
+            self._sync(datapath, woken=woken, retry=retry)
+        if now >= self._audit_at:
+            self._audit(datapath)
+        return True
 
     def _drain(self) -> tuple[list[Event], bool, bool]:
         """Wait for something to do, then take all that there is."""
@@ -117,17 +123,20 @@ class Loop:
                 else:
                     events.append(item)
                 item = self._queue.get_nowait()
+        if events:
+            self._health.taken(len(events))
         return events, woken, stopping
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Synced):
+            if not self._synced:
+                self._health.begin()
             self._synced = True
             return
         key = event.obj.key if isinstance(event, Upserted) else event.key
         if key.kind == Node.__name__ and key.name != self._node_name:
             return
         self._metrics.event(key.kind)
-        self._health.queued()
         self._planner.apply(event)
 
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
@@ -138,26 +147,28 @@ class Loop:
         for one in update.mended:
             _log.info("served again", object=str(one.key), was=one.reason)
         self._metrics.rejected(self._planner.rejected_count)
+        compared_all = self._compare_all
         changed = set(update.changed)
-        if woken:
-            changed |= self._waiting
-        if woken or retry:  # what was released may be the room that was missing
+        if woken or compared_all:
+            changed |= self._deferred_at.keys()
+        if woken or retry or compared_all:  # what was released may be the room that was missing
             changed |= self._failed.keys()
-        first, self._first = self._first, False
         try:
-            report = datapath.sync(update.plan, None if first else changed)
+            report = datapath.sync(update.plan, None if compared_all else changed)
         except DatapathError as error:
             if error.fatal:
                 raise
-            self._first = True  # compare everything next time
+            self._compare_all = True
             self._fail(error)
             return
-        self._health.updated()
-        if first:
+        self._compare_all = False
+        if self._audit_at == float("inf"):
             self._audit_at = self._clock() + self._audit_period_s
         # What waits is not programmed yet: of a failed one it is not known whether it will be.
         self._note(update.plan.ports.keys(), changed - report.deferred, report.failed)
-        self._waiting = (self._waiting - changed) | report.deferred
+        waits = (self._deferred_at.keys() - changed) | report.deferred
+        self._deferred_at = {name: self._deferred_at.get(name, started) for name in waits}
+        self._health.updated(min(self._deferred_at.values(), default=None))
         duration = self._clock() - started
         self._metrics.synced(
             duration,
@@ -165,7 +176,7 @@ class Loop:
             service_ports=len(update.plan.ports),
             failed=len(self._failed),
         )
-        if report.writes or first:
+        if report.writes or compared_all:
             _log.info(
                 "synced",
                 service_ports=len(update.plan.ports),
@@ -193,12 +204,14 @@ class Loop:
         if not self._failed:
             self._retry_at, self._retry_s = None, RETRY_MIN_S
         elif self._retry_at is None or self._clock() >= self._retry_at:
-            self._retry_at = self._clock() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+            self._retry_later()
 
     def _fail(self, error: DatapathError) -> None:
         _log.error("sync failed; trying again", reason=str(error), retry_s=self._retry_s)
         self._metrics.failure(error.thing, errno.errorcode.get(error.errno, str(error.errno)))
+        self._retry_later()
+
+    def _retry_later(self) -> None:
         self._retry_at = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
@@ -206,9 +219,14 @@ class Loop:
         self._audit_at = self._clock() + self._audit_period_s
         try:
             found = datapath.audit(self._planner.plan)
-        except DatapathError as error:
-            _log.error("audit failed", reason=str(error))
-            self._metrics.failure(error.thing, errno.errorcode.get(error.errno, str(error.errno)))
+        except DatapathError as error:  # also a fatal one: what is in force serves on
+            _log.error(
+                "audit failed; trying again", reason=str(error), retry_s=self._audit_period_s
+            )
+            self._metrics.audit_failed()
+            self._compare_all = True  # it may have ended in the middle of a repair
+            if self._retry_at is None:
+                self._retry_later()
             return
         self._metrics.audited(len(found))
         for one in found[:20]:
@@ -258,10 +276,14 @@ def _routes(
 
 @contextlib.contextmanager
 def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions."""
+    """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions.
+
+    That may be in the middle of a line of the log, so nothing is said before all has been left.
+    """
+    came: list[signal.Signals] = []
 
     def on_signal(number: int, _frame: object) -> None:
-        _log.info("stopping; the data path stays", signal=signal.Signals(number).name)
+        came.append(signal.Signals(number))
         stop()
 
     previous = {
@@ -272,6 +294,8 @@ def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if came:
+            _log.info("stopping; the data path stays", signal=came[0].name)
 
 
 def _end() -> NoReturn:
@@ -284,6 +308,12 @@ def run(config: Config) -> None:
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)
     )
+    if config.cgroup is None and not is_root_of_all(cgroup):
+        _log.warning(
+            "only the processes of this cgroup namespace are served; name the root of the host's "
+            "cgroup v2 with --cgroup",
+            cgroup=str(cgroup),
+        )
     metrics = Metrics()
     health = Health(config.sync_period_s)
     loop = Loop(

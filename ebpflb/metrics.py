@@ -119,6 +119,9 @@ class Metrics:
             "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
         )
         self._audits = counter("ebpflb_audits", "Audits made.")
+        self._audit_failures = counter(
+            "ebpflb_audit_failures", "Audits that failed; the next one tries again."
+        )
         self._failures = counter(
             "ebpflb_map_write_failures", "Writes that failed.", ["map", "errno"]
         )
@@ -177,6 +180,9 @@ class Metrics:
     def audited(self, repairs: int) -> None:
         self._audits.inc()
         self._repairs.inc(repairs)
+
+    def audit_failed(self) -> None:
+        self._audit_failures.inc()
 
     def exposition(self) -> bytes:
         """Prometheus' text format."""
