@@ -320,7 +320,10 @@ def _try_lock(fd: int) -> bool:
 
 def lock_holder(path: Path) -> str:
     """Who holds the lock on ``path``, as far as /proc can tell from here."""
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return "another ebpflb"
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()

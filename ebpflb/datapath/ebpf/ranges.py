@@ -21,6 +21,9 @@ class Range(NamedTuple):
     def end(self) -> int:
         return self.base + self.size
 
+    def overlaps(self, other: Range) -> bool:
+        return self.base < other.end and other.base < self.end
+
 
 class Ranges:
     """The free slots of an array of ``size``: ``free`` in all. Neighbours are always one range."""

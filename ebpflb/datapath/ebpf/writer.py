@@ -247,14 +247,17 @@ class Writer:
         """Adopt the ranges whose slots are all the service port's own; the rest is rewritten."""
         for port in self._ports.values():
             internal, external = (unpack_word(one.word) for one in port.scopes)
+            outside = Range(external.base, external.length)
             whole = Range(internal.base, internal.length + port.draining)
-            if not self._adopt(port, INTERNAL, whole):
-                # `draining` is stored before the word: a crash between the two leaves what is
-                # published, and that must not count as free. It is rewritten all the same.
-                self._adopt(port, INTERNAL, Range(internal.base, internal.length))
+            is_shared = whole.size > 0 and external.base == internal.base
+            if not is_shared:
+                self._adopt(port, EXTERNAL, outside)
+            # `draining` is stored before the word, so after a crash it may reach into what follows.
+            # What is published must never count as free; it is rewritten all the same.
+            if (is_shared or not whole.overlaps(outside)) and self._adopt(port, INTERNAL, whole):
+                continue
+            if self._adopt(port, INTERNAL, Range(internal.base, internal.length)):
                 port.set(INTERNAL, port.scopes[INTERNAL]._replace(raw=b""))
-            if not whole.size or external.base != internal.base:
-                self._adopt(port, EXTERNAL, Range(external.base, external.length))
         return _without_overlaps(self._ports.values())
 
     def _adopt(self, port: Programmed, scope: int, one: Range) -> bool:
