@@ -105,8 +105,8 @@ struct frontend_value {
 };
 
 /*
- * A service port. A word is {flags:8, count:24, base:32} and is published with one store; all
- * else is written before the first word, while no frontend leads here.
+ * A service port. A word is {flags:8, count:24, base:32} and is published with one store. The
+ * rest is for those who read the map, but for affinity_s: one aligned store as well.
  */
 struct port {
 	__u64 word[SCOPE_COUNT];
@@ -206,8 +206,9 @@ struct settings {
 	char options[ABI_OPTIONS_LEN];
 };
 
-/* Written by a hook that meets the probe's frontend. */
+/* Written by a hook that meets the probe's frontend, for the one socket that the agent expects. */
 struct probe {
+	__u64 expected;
 	__u64 socket;
 	__u64 netns;
 };

@@ -92,7 +92,10 @@ static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32
 
 	if (!found)
 		return false;
-	/* LRU: the element can become another client's while it is read. */
+	/*
+	 * LRU: the element can become another client's while it is read. The checks make that a
+	 * miss, but for a reader that is overtaken twice; is_member() has the last word.
+	 */
 	value = *found;
 	check = affinity_check(key);
 	if (value.check_head != check || value.check_tail != check)

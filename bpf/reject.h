@@ -57,7 +57,8 @@ static __always_inline void nowhere(const struct frontend_key *dialled, struct b
 
 static __always_inline void count_refusal(enum verdict verdict)
 {
-	count(verdict == REJECT_POLICY ? STAT_REFUSED_POLICY : STAT_REFUSED);
+	if (verdict != REJECT_FOREIGN) /* counted where it was found */
+		count(verdict == REJECT_POLICY ? STAT_REFUSED_POLICY : STAT_REFUSED);
 }
 
 #endif

@@ -46,15 +46,46 @@ static __always_inline void write_address(struct bpf_sock_addr *ctx, bool v6, co
 static __always_inline void note_probe(struct bpf_sock_addr *ctx, u32 hook)
 {
 	struct probe *seen = probe.lookup(&hook);
+	u64 cookie = bpf_get_socket_cookie(ctx);
 
-	if (!seen)
+	if (!seen || seen->expected != cookie)
 		return;
 	seen->netns = bpf_get_netns_cookie(ctx);
-	seen->socket = bpf_get_socket_cookie(ctx);
+	seen->socket = cookie;
+}
+
+/* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
+static __always_inline struct udp_flow *flow_from(struct sock_udp *udp, const __be32 *address,
+						  __be16 port)
+{
+	struct udp_flow *latest = NULL;
+	int i;
+
+#pragma unroll
+	for (i = 0; i < ABI_UDP_FLOWS; i++) {
+		struct udp_flow *flow = &udp->flow[i];
+
+		if (flow->backend_port == port && same_address(flow->backend, address) &&
+		    (!latest || flow->used_ns > latest->used_ns))
+			latest = flow;
+	}
+	return latest;
+}
+
+/* Its backend was dialled by its own address: from now on that is whom the socket hears from. */
+static __always_inline void forget_flow(struct sock_udp *udp, const struct frontend_key *dialled)
+{
+	struct udp_flow *flow = flow_from(udp, dialled->address, dialled->port);
+
+	if (!flow)
+		return;
+	flow->frontend_port = 0;
+	flow->backend_port = 0;
+	flow->used_ns = 0;
 }
 
 /* The socket no longer talks to a Service: AF_UNSPEC runs no hook, so this is the first we hear. */
-static __always_inline void forget(struct bpf_sock_addr *ctx)
+static __always_inline void forget_peer(struct bpf_sock_addr *ctx)
 {
 	u64 cookie;
 
@@ -66,6 +97,19 @@ static __always_inline void forget(struct bpf_sock_addr *ctx)
 		return;
 	cookie = bpf_get_socket_cookie(ctx);
 	udp_conn.delete(&cookie);
+}
+
+/* What is dialled now is no Service, or one that is left to others. */
+static __always_inline void forget(struct bpf_sock_addr *ctx, const struct frontend_key *dialled)
+{
+	struct sock_udp *udp;
+
+	forget_peer(ctx);
+	if (ctx->protocol != IPPROTO_UDP || !ctx->sk)
+		return;
+	udp = sock_udp.sk_storage_get(ctx->sk, NULL, 0);
+	if (udp)
+		forget_flow(udp, dialled);
 }
 
 /* `to` is where the socket goes; a refused UDP socket goes `nowhere`. */
@@ -80,15 +124,15 @@ static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct fr
 		return;
 	peer = ctx->sk ? sock_peer.sk_storage_get(ctx->sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) :
 			 NULL;
-	if (peer) {
-		copy_address(peer->frontend, dialled->address);
-		copy_address(peer->backend, to->address);
-		peer->frontend_port = dialled->port;
-		peer->backend_port = to->port;
-		peer->id = id;
-	} else {
-		count(STAT_NO_SOCKET_MEMORY);
+	if (!peer) {
+		count(STAT_NO_SOCKET_MEMORY); /* nor indexed: nothing would take that back */
+		return;
 	}
+	copy_address(peer->frontend, dialled->address);
+	copy_address(peer->backend, to->address);
+	peer->frontend_port = dialled->port;
+	peer->backend_port = to->port;
+	peer->id = id;
 	if (ctx->protocol != IPPROTO_UDP)
 		return;
 	copy_address(conn.backend, to->address);
@@ -108,23 +152,23 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 	enum verdict verdict;
 	u32 id;
 
-	if (already_refused())
-		return 1;
 	read_address(ctx, v6, dialled.address, &dialled.port);
 	dialled.protocol = ctx->protocol;
 	frontend = frontends.lookup(&dialled);
-	if (!frontend) {
-		forget(ctx);
+	if (frontend && frontend->kind == KIND_PROBE) {
+		note_probe(ctx, v6 ? HOOK_CONNECT6 : HOOK_CONNECT4);
 		return 1;
 	}
-	if (frontend->kind == KIND_PROBE) {
-		note_probe(ctx, v6 ? HOOK_CONNECT6 : HOOK_CONNECT4);
+	if (already_refused())
+		return 1;
+	if (!frontend) {
+		forget(ctx, &dialled);
 		return 1;
 	}
 	id = frontend->id;
 	verdict = choose(id, frontend->scope, bpf_get_netns_cookie(ctx), &to);
 	if (verdict == UNTOUCHED) {
-		forget(ctx);
+		forget(ctx, &dialled);
 		return 1;
 	}
 	if (verdict != FORWARD) {
@@ -192,36 +236,6 @@ static __always_inline struct udp_flow *oldest_flow(struct sock_udp *udp)
 	return oldest;
 }
 
-/* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
-static __always_inline struct udp_flow *flow_from(struct sock_udp *udp, const __be32 *address,
-						  __be16 port)
-{
-	struct udp_flow *latest = NULL;
-	int i;
-
-#pragma unroll
-	for (i = 0; i < ABI_UDP_FLOWS; i++) {
-		struct udp_flow *flow = &udp->flow[i];
-
-		if (flow->backend_port == port && same_address(flow->backend, address) &&
-		    (!latest || flow->used_ns > latest->used_ns))
-			latest = flow;
-	}
-	return latest;
-}
-
-/* Its backend was dialled by its own address: from now on that is whom the socket hears from. */
-static __always_inline void forget_flow(struct sock_udp *udp, const struct frontend_key *dialled)
-{
-	struct udp_flow *flow = flow_from(udp, dialled->address, dialled->port);
-
-	if (!flow)
-		return;
-	flow->frontend_port = 0;
-	flow->backend_port = 0;
-	flow->used_ns = 0;
-}
-
 /*
  * A connected socket hears from its peer alone, so a datagram that it sends to the same Service by
  * name must go there too. One that AF_UNSPEC disconnected tells us so here.
@@ -235,7 +249,7 @@ static __always_inline bool send_to_peer(struct bpf_sock_addr *ctx, bool v6,
 	if (!peer)
 		return false;
 	if (sk->state != BPF_TCP_ESTABLISHED) {
-		forget(ctx);
+		forget_peer(ctx);
 		return false;
 	}
 	if (peer->frontend_port != dialled->port || !same_address(peer->frontend, dialled->address))

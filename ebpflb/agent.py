@@ -14,13 +14,13 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from ebpflb import __version__, events, sysctls
 from ebpflb.config import Config
 from ebpflb.configwatch import ConfigWatch
 from ebpflb.datapath.base import Datapath
-from ebpflb.datapath.ebpf.attach import cgroup2_root
+from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
 from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
@@ -90,8 +90,8 @@ class Loop:
         """This node as it was last told; any thread may look."""
         self._queue: queue.SimpleQueue[Event | _Wake | _Stop] = queue.SimpleQueue()
         self._synced = False
-        self._first = True
-        self._waiting: set[ServicePortName] = set()
+        self._compare_all = True  # not known to be as planned, whatever has changed
+        self._deferred_at: dict[ServicePortName, float] = {}
         self._failed: dict[ServicePortName, DatapathError] = {}
         self._retry_s = RETRY_MIN_S
         self._retry_at: float | None = None
@@ -100,6 +100,7 @@ class Loop:
         self._is_due = self._woken = self._retry = False
 
     def put(self, event: Event) -> None:
+        self._health.queued()
         self._queue.put(event)
 
     def wake(self) -> None:
@@ -114,22 +115,28 @@ class Loop:
 
     def run(self, datapath: Datapath) -> str:
         """Until ``stop``, whose reason it returns. Raises DatapathError for what can never work."""
-        while True:
-            events, woken, stopping = self._drain()
-            if stopping is not None:
-                return stopping.reason
-            now = self._clock()
-            for event in events:
-                self._apply(event)
-            self._woken |= woken
-            self._retry |= self._retry_at is not None and now >= self._retry_at
-            self._is_due |= bool(events) or self._woken or self._retry
-            if self._synced and self._is_due and now >= self._sync_at:
-                self._sync(datapath, woken=self._woken, retry=self._retry)
-                self._is_due = self._woken = self._retry = False
-                self._sync_at = self._clock() + self._min_sync_period_s  # SYNC-02
-            if now >= self._audit_at:
-                self._audit(datapath)
+        while (stopping := self._turn(datapath)) is None:
+            pass
+        return stopping.reason
+
+    def _turn(self, datapath: Datapath) -> _Stop | None:
+        """Once around, when there is something to do; not None where it is to end."""
+        events, woken, stopping = self._drain()
+        if stopping is not None:
+            return stopping
+        now = self._clock()
+        for event in events:
+            self._apply(event)
+        self._woken |= woken
+        self._retry |= self._retry_at is not None and now >= self._retry_at
+        self._is_due |= bool(events) or self._woken or self._retry
+        if self._synced and self._is_due and now >= self._sync_at:
+            self._sync(datapath, woken=self._woken, retry=self._retry)
+            self._is_due = self._woken = self._retry = False
+            self._sync_at = self._clock() + self._min_sync_period_s  # SYNC-02
+        if now >= self._audit_at:
+            self._audit(datapath)
+        return None
 
     def _drain(self) -> tuple[list[Event], bool, _Stop | None]:
         """Wait for something to do, then take all that there is."""
@@ -149,10 +156,14 @@ class Loop:
                 else:
                     events.append(item)
                 item = self._queue.get_nowait()
+        if events:
+            self._health.taken(len(events))
         return events, woken, stopping
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Synced):
+            if not self._synced:
+                self._health.begin()
             self._synced = True
             return
         key = event.obj.key if isinstance(event, Upserted) else event.key
@@ -165,7 +176,6 @@ class Loop:
         elif key.kind == EndpointSlice.__name__:
             self._programming.deleted(key)
         self._metrics.event(key.kind)
-        self._health.queued()
         self._planner.apply(event)
 
     def _follow_node(self, event: Upserted | Deleted | Refused) -> None:
@@ -186,27 +196,29 @@ class Loop:
         for one in update.mended:
             _log.info("served again", object=str(one.key), was=one.reason)
         self._metrics.rejected(self._planner.rejected_count)
+        compared_all = self._compare_all
         changed = set(update.changed)
-        if woken:
-            changed |= self._waiting
-        if woken or retry:  # what was released may be the room that was missing
+        if woken or compared_all:
+            changed |= self._deferred_at.keys()
+        if woken or retry or compared_all:  # what was released may be the room that was missing
             changed |= self._failed.keys()
-        first, self._first = self._first, False
         try:
-            report = datapath.sync(update.plan, None if first else changed)
+            report = datapath.sync(update.plan, None if compared_all else changed)
         except DatapathError as error:
             if error.fatal:
                 raise
-            self._first = True  # compare everything next time
+            self._compare_all = True
             self._fail(error)
             return
-        self._health.updated()
-        if first:
+        self._compare_all = False
+        if self._audit_at == float("inf"):
             self._audit_at = self._clock() + self._audit_period_s
         # What waits is not programmed yet: of a failed one it is not known whether it will be.
         self._note(update.plan.ports.keys(), changed - report.deferred, report.failed)
-        self._waiting = (self._waiting - changed) | report.deferred
-        behind = self._waiting | self._failed.keys()
+        waits = (self._deferred_at.keys() - changed) | report.deferred
+        self._deferred_at = {name: self._deferred_at.get(name, started) for name in waits}
+        self._health.updated(min(self._deferred_at.values(), default=None))
+        behind = self._deferred_at.keys() | self._failed.keys()
         for family, seconds in self._programming.synced(time.time(), behind):
             self._metrics.programmed(family, seconds)
         duration = self._clock() - started
@@ -216,7 +228,7 @@ class Loop:
             service_ports=len(update.plan.ports),
             failed=len(self._failed),
         )
-        if report.writes or first:
+        if report.writes or compared_all:
             _log.info(
                 "synced",
                 service_ports=len(update.plan.ports),
@@ -244,12 +256,14 @@ class Loop:
         if not self._failed:
             self._retry_at, self._retry_s = None, RETRY_MIN_S
         elif self._retry_at is None or self._clock() >= self._retry_at:
-            self._retry_at = self._clock() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+            self._retry_later()
 
     def _fail(self, error: DatapathError) -> None:
         _log.error("sync failed; trying again", reason=str(error), retry_s=self._retry_s)
         self._metrics.failure(error.thing, errno.errorcode.get(error.errno, str(error.errno)))
+        self._retry_later()
+
+    def _retry_later(self) -> None:
         self._retry_at = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
@@ -257,9 +271,14 @@ class Loop:
         self._audit_at = self._clock() + self._audit_period_s
         try:
             found = datapath.audit(self._planner.plan)
-        except DatapathError as error:
-            _log.error("audit failed", reason=str(error))
-            self._metrics.failure(error.thing, errno.errorcode.get(error.errno, str(error.errno)))
+        except DatapathError as error:  # also a fatal one: what is in force serves on
+            _log.error(
+                "audit failed; trying again", reason=str(error), retry_s=self._audit_period_s
+            )
+            self._metrics.audit_failed()
+            self._compare_all = True  # it may have ended in the middle of a repair
+            if self._retry_at is None:
+                self._retry_later()
             return
         self._metrics.audited(len(found))
         for one in found[:20]:
@@ -281,10 +300,14 @@ def _notice(event: str, /, **fields: object) -> None:
 
 @contextlib.contextmanager
 def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions."""
+    """SIGTERM and SIGINT call ``stop``, in the main thread, between two of its instructions.
+
+    That may be in the middle of a line of the log, so nothing is said before all has been left.
+    """
+    came: list[signal.Signals] = []
 
     def on_signal(number: int, _frame: object) -> None:
-        _log.info("stopping; the data path stays", signal=signal.Signals(number).name)
+        came.append(signal.Signals(number))
         stop()
 
     previous = {
@@ -295,10 +318,42 @@ def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if came:
+            _log.info("stopping; the data path stays", signal=came[0].name)
 
 
 def _end() -> NoReturn:
     raise SystemExit(0)
+
+
+class _Source(Protocol):
+    """Whence the agent knows the cluster's state; it emits from threads of its own."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def alive(self) -> bool: ...
+
+
+class _Cluster(NamedTuple):
+    """Where the state comes from, and where Events go; None where nobody takes any."""
+
+    source: _Source
+    recorder: events.Recorder | None
+
+
+def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) -> _Cluster:
+    """The manifests, where they were named, else the API server."""
+    if config.manifests is not None:
+        return _Cluster(ManifestSource(config.manifests, emit, notice=_notice), None)
+    # TLS and HTTP cost memory that a node with manifests need not have.
+    from ebpflb.sources.client import Client  # noqa: PLC0415
+    from ebpflb.sources.cluster import ApiSource  # noqa: PLC0415
+    from ebpflb.sources.transport import Credentials, Where, load_access  # noqa: PLC0415
+
+    where = Where(kubeconfig=config.kubeconfig, master=config.master)
+    credentials = Credentials(lambda: load_access(where), _notice)
+    source = ApiSource(credentials, emit, _notice, node_name=config.node_name, metrics=metrics.api)
+    return _Cluster(source, events.Recorder(Client(credentials).post, config.node_name))
 
 
 def run(config: Config) -> None:
@@ -307,12 +362,16 @@ def run(config: Config) -> None:
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)
     )
+    if config.cgroup is None and not is_root_of_all(cgroup):
+        _log.warning(
+            "only the processes of this cgroup namespace are served; name the root of the host's "
+            "cgroup v2 with --cgroup",
+            cgroup=str(cgroup),
+        )
     sysctls.set_oom_score_adj(config.kube_proxy.oom_score_adj)
     sysctls.set_conntrack(config.kube_proxy.conntrack)
     metrics = Metrics()
     health = Health(config.sync_period_s)
-    recorder = None  # with an API server: Recorder(client.post, config.node_name)
-    tell = recorder.tell if recorder else lambda _event: None
     uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
     from_files = config.manifests is not None
     loop = Loop(
@@ -325,8 +384,10 @@ def run(config: Config) -> None:
         why_restart=lambda known, now: (
             "" if from_files else why_restart(known, now, uses_pod_cidrs=uses_pod_cidrs)
         ),
-        tell=tell,
+        tell=lambda event: tell(event),  # noqa: PLW0108 - it is made below, out of the loop's put
     )
+    source, recorder = _cluster(config, loop.put, metrics)
+    tell: Callable[[events.Event], None] = recorder.tell if recorder else lambda _event: None
     options = EbpfOptions(
         pin_path=config.pin_path,
         cgroup=cgroup,
@@ -381,7 +442,6 @@ def run(config: Config) -> None:
             )
             watch.start()
             stack.callback(watch.stop)
-        source = ManifestSource(config.manifests, loop.put, notice=_notice)
         datapath = stack.enter_context(start_ebpf(options, loop.wake))
         stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
         stack.enter_context(_on_signal(loop.stop))

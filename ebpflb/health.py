@@ -28,6 +28,7 @@ from ebpflb.node import port_holder
 _log = Log("health")
 
 BIND_RETRY_S = 5.0
+POLL_S = 0.05  # so much later than it might a server ends
 
 
 class Response(NamedTuple):
@@ -42,34 +43,69 @@ Route = Callable[[], Response]
 class Health:
     """Healthy unless an update has waited for two sync periods (HZ-03). Any thread may ask.
 
-    A source's thread that has ended is a fault of ours that a restart mends, so it counts too;
-    losing what the source reads from does not (HZ-07).
+    Updates wait twice: in the queue, from ``queued`` to ``taken``, and in the loop's hands, until
+    ``updated``. So it is red also when the loop hangs, wherever that is. Before ``begin`` nothing
+    waits: a first list may be slow. A source's thread that has ended is a fault of ours that a
+    restart mends, so it counts too; losing what the source reads from does not (HZ-07).
+
+    ``clock`` is monotonic and the loop's own, ``wall_clock`` is for what is printed.
     """
 
-    def __init__(self, sync_period_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        sync_period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._limit_s = 2 * sync_period_s
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()
+        self._begun = False
+        self._in_queue = 0
         self._queued_at: float | None = None
-        self._updated_at = clock()
+        self._taken_at: float | None = None
+        self._updated_at = wall_clock()
         self._alive: Callable[[], bool] = lambda: True
 
     def depends_on(self, alive: Callable[[], bool]) -> None:
         """Be unhealthy from now on when ``alive`` says no."""
         self._alive = alive
 
-    def queued(self) -> None:
-        """An update waits; only the oldest one counts."""
-        if self._queued_at is None:
-            self._queued_at = self._clock()
+    def begin(self) -> None:
+        """From now on all that waits counts, what waits already from now."""
+        with self._lock:
+            self._begun = True
+            self._taken_at = self._clock()
+            self._queued_at = self._taken_at if self._in_queue else None
 
-    def updated(self) -> None:
-        """Everything that waited is in force."""
-        self._queued_at = None
-        self._updated_at = self._clock()
+    def queued(self) -> None:
+        """An update goes into the queue. Any thread may say so."""
+        with self._lock:
+            self._in_queue += 1
+            if self._queued_at is None:
+                self._queued_at = self._clock()
+
+    def taken(self, updates: int) -> None:
+        """The loop has emptied the queue of so many updates."""
+        with self._lock:
+            self._in_queue -= updates
+            if self._taken_at is None:
+                self._taken_at = self._queued_at
+            # Those that are there again came a moment ago, after the last one was taken.
+            self._queued_at = self._clock() if self._in_queue else None
+
+    def updated(self, waits_since: float | None = None) -> None:
+        """All that was taken is in force, but for what has been deferred since that time."""
+        with self._lock:
+            self._taken_at = waits_since
+            if waits_since is None:
+                self._updated_at = self._wall_clock()
 
     def healthy(self) -> bool:
-        queued_at = self._queued_at
-        waits = queued_at is not None and self._clock() - queued_at >= self._limit_s
+        with self._lock:
+            since = self._queued_at if self._taken_at is None else self._taken_at
+            waits = self._begun and since is not None and self._clock() - since >= self._limit_s
         return not waits and self._alive()
 
     def body(self, *, node_eligible: bool | None) -> dict[str, object]:
@@ -78,7 +114,7 @@ class Health:
         What is answered with 200 was updated just now (HZ-06); the families say when they really
         were.
         """
-        now = self._clock()
+        now = self._wall_clock()
         healthy = self.healthy()
         updated = _rfc3339(self._updated_at)
         body: dict[str, object] = {
@@ -213,24 +249,31 @@ class HttpServer:
         self._routes = routes
         self._failed = failed
         self._closing = threading.Event()
+        self._lock = threading.Lock()  # either close() sees a late server, or that sees close()
         self._server = self._bind(hard_fail=hard_fail)
         self._thread = threading.Thread(target=self._run, name=flag.strip("-"), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._closing.set()
-        if self._server is not None:
-            self._server.shutdown()
+        with self._lock:
+            self._closing.set()
+            server = self._server
+        if server is not None:
+            server.shutdown()  # also before it serves: then it never begins
         self._thread.join()
 
     def _run(self) -> None:
-        while self._server is None:
+        server = self._server
+        while server is None:
             if self._closing.wait(BIND_RETRY_S):
                 return
-            self._server = self._bind(hard_fail=False, quiet=True)
-        with self._server:
-            if not self._closing.is_set():
-                self._server.serve_forever()
+            server = self._bind(hard_fail=False, quiet=True)
+        with server:
+            with self._lock:
+                if self._closing.is_set() and self._server is None:
+                    return
+                self._server = server
+            server.serve_forever(POLL_S)
 
     def _bind(self, *, hard_fail: bool, quiet: bool = False) -> ThreadingHTTPServer | None:
         host, port = parse_bind_address(self._flag, self._address)

@@ -71,6 +71,49 @@ class _Kernel(Collector):
         return [events, used, size]
 
 
+class ApiMetrics:
+    """What the watches of the API server count, by resource. Any thread calls."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["resource", *labels], registry=registry)
+
+        self._bytes = counter("ebpflb_api_received_bytes", "Bytes of lists and watches.")
+        self._events = counter("ebpflb_api_events", "Events that a watch brought.")
+        self._lists = counter("ebpflb_api_lists", "Lists that came in whole.", "again")
+        self._failures = counter(
+            "ebpflb_api_failures", "Requests that failed.", "operation", "reason"
+        )
+        self._list_duration = Histogram(
+            "ebpflb_api_list_duration_seconds",
+            "How long a list took, all its pages.",
+            ["resource"],
+            registry=registry,
+        )
+        self._heard = Gauge(
+            "ebpflb_api_last_heard_timestamp_seconds",
+            "When a list, an event or a bookmark last came.",
+            ["resource"],
+            registry=registry,
+        )
+
+    def received(self, kind: str, size: int) -> None:
+        self._bytes.labels(kind).inc(size)
+
+    def heard(self, kind: str) -> None:
+        self._heard.labels(kind).set_to_current_time()
+
+    def event(self, kind: str) -> None:
+        self._events.labels(kind).inc()
+
+    def listed(self, kind: str, *, again: bool, seconds: float) -> None:
+        self._lists.labels(kind, str(again).lower()).inc()
+        self._list_duration.labels(kind).observe(seconds)
+
+    def request_failed(self, kind: str, operation: str, reason: str) -> None:
+        self._failures.labels(kind, operation, reason).inc()
+
+
 class Metrics:
     """One registry; ``exposition`` is what /metrics answers."""
 
@@ -78,6 +121,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
+        self.api = ApiMetrics(registry)
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -137,6 +181,9 @@ class Metrics:
             "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
         )
         self._audits = counter("ebpflb_audits", "Audits made.")
+        self._audit_failures = counter(
+            "ebpflb_audit_failures", "Audits that failed; the next one tries again."
+        )
         self._failures = counter(
             "ebpflb_map_write_failures", "Writes that failed.", ["map", "errno"]
         )
@@ -206,6 +253,9 @@ class Metrics:
     def audited(self, repairs: int) -> None:
         self._audits.inc()
         self._repairs.inc(repairs)
+
+    def audit_failed(self) -> None:
+        self._audit_failures.inc()
 
     def exposition(self) -> bytes:
         """Prometheus' text format."""

@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 FOLDERS = frozenset({"unit", "property", "scenario", "bpf", "netns", "apiserver", "e2e", "bench"})
 ROOT_FOLDERS = frozenset({"bpf", "netns", "e2e", "bench"})
 
+os.environ.setdefault("EBPFLB_WERROR", "1")  # a warning is for us to mend, not for a node
+
 IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
 EXCUSE = "kernel lacks "
 

@@ -28,6 +28,10 @@ def v4(*octets: int) -> Address:
     return Address(bytes(10) + b"\xff\xff" + bytes(octets))
 
 
+class CrashError(Exception):
+    """The writer's process ends here. Nothing in it may catch this."""
+
+
 class ManualGate:
     """A grace period passes when the test says so."""
 
@@ -78,7 +82,9 @@ class MemoryTable:
                     raise DatapathError("write to map", self.name, errno.E2BIG)
                 element = self._free.pop() if self._free else _Element()
                 self._elements[key] = element
-            elif element.value != value:
+            else:
+                # Even by the same value: the kernel puts the old element where the next replace
+                # takes it from, while a reader may still hold it.
                 assert self.name != "frontends", "a frontend's value was replaced"
             element.key, element.value = key, value
 
@@ -118,6 +124,7 @@ class MemoryTables:
         self.cleared: list[int] = []
         self.operations = 0
         self.fail_at: int | None = None
+        self.crash_at: int | None = None
         self.check: Callable[[], None] = lambda: None
         self._held_elements: list[tuple[_Element, bytes, bytes]] = []
         self._held_ids: dict[int, int] = {}
@@ -125,9 +132,16 @@ class MemoryTables:
 
     # --- what the writer may do -----------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _store(self) -> None:
+        """A store to mapped memory cannot fail, but a process can end before it."""
         self._look()
         self.operations += 1
+        if self.crash_at is not None and self.operations >= self.crash_at:
+            self.crash_at = None
+            raise CrashError
+
+    def _step(self) -> None:
+        self._store()
         if self.fail_at is not None and self.operations >= self.fail_at:
             self.fail_at = None
             raise DatapathError("write to map", "test", errno.ENOMEM)
@@ -136,17 +150,17 @@ class MemoryTables:
         return bytes(self._ports[index * PORT.size : (index + 1) * PORT.size])
 
     def write_port(self, index: int, value: bytes) -> None:
-        self._look()
+        self._store()
         self._ports[index * PORT.size : (index + 1) * PORT.size] = value
         self._look()
 
     def set_port_field(self, index: int, offset: int, value: int) -> None:
-        self._look()
+        self._store()
         struct.pack_into("=I", self._ports, index * PORT.size + offset, value)
         self._look()
 
     def publish(self, index: int, scope: int, word: int) -> None:
-        self._look()
+        self._store()
         struct.pack_into("=Q", self._ports, index * PORT.size + 8 * scope, word)
         self._look()
 
@@ -159,6 +173,7 @@ class MemoryTables:
     def write_backends(self, base: int, slots: bytes) -> None:
         # A reader may come between any two slots.
         for at in range(0, len(slots), BACKEND.size):
+            self._store()
             start = base * BACKEND.size + at
             self._backends[start : start + BACKEND.size] = slots[at : at + BACKEND.size]
             self._look()

@@ -122,7 +122,7 @@ def load_truth(directory: Path, node: str, notice: Callable[..., None]) -> Truth
 
 def _differences(plan: Plan, kernel: Inspector, attachment: Attachment) -> list[Difference]:
     found = audit.differences(plan, kernel.fresh_snapshot())
-    return [*found, *attachment.differences(), *inspect.foreign_maps(kernel, attachment)]
+    return [*found, *attachment.differences(kernel.map_ids())]
 
 
 def lasting(

@@ -53,7 +53,8 @@ class Hook(msgspec.Struct, frozen=True):
 class Agent(msgspec.Struct, frozen=True, kw_only=True):
     """The agent as it can be seen from here. None is what cannot be told.
 
-    ``running``: somebody holds the pin folder's lock; ``process`` is its id. ``answers``: its
+    ``running``: somebody holds the pin folder's lock, or answers as the agent; ``process`` is the
+    holder's id, None where this pid namespace does not show it. ``answers``: its
     metrics could be read. ``lag_seconds`` is for how long a change has waited for its sync, 0 when
     none waits. ``failures`` says for each service port that is not programmed why.
     """
@@ -137,13 +138,13 @@ def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Pa
 
 
 def _hooks(attachment: Attachment, kernel: Inspector) -> list[Hook]:
-    foreign = {one.where: one.actual for one in inspect.foreign_maps(kernel, attachment)}
+    wrong = {one.where: one.actual for one in attachment.differences(kernel.map_ids())}
     return [
         Hook(
             hook=one.hook,
             program=one.prog_name,
             program_id=one.prog_id,
-            state=one.problem or foreign.get(f"hook {one.hook}", _ATTACHED),
+            state=wrong.get(f"hook {one.hook}", _ATTACHED),
         )
         for one in sorted(attachment.look(), key=lambda one: _HOOK_ORDER.index(one.hook))
     ]
@@ -208,7 +209,10 @@ def _of_agent(agent: Agent) -> tuple[list[str], list[str]]:
     problems = []
     warnings = []
     if agent.healthy is False:
-        problems.append("the agent is not healthy: a change has waited too long for its sync")
+        problems.append(
+            "the agent is not healthy: a change has waited too long for its sync, or its source "
+            "has ended; see its log"
+        )
     if agent.last_sync_age_seconds is None:
         warnings.append("the agent has not synced yet: it waits for its source")
     if agent.failures:
@@ -233,11 +237,11 @@ def ask_agent(
     holder: Holder | None, left: Mapping[str, object], *, now_s: float | None = None
 ) -> Agent:
     """What the agent says of itself at the addresses that it ``left`` in `settings`."""
-    if holder is None:
-        return Agent(running=False)
+    process = holder.process if holder else None
     metrics = parse_metrics(_get(left.get("metrics_bind_address"), "/metrics"))
     if "ebpflb_build_info" not in metrics:  # nobody, or another program that has the port
-        return Agent(running=True, process=holder.process)
+        return Agent(running=holder is not None, process=process)
+    # One that answers runs, also where its lock is not seen from this pid namespace.
     now = time.time() if now_s is None else now_s
     synced = max(metrics.get(name, 0.0) for name in _SYNCED)
     queued = metrics.get(_QUEUED, 0.0)
@@ -246,7 +250,7 @@ def ask_agent(
     failures = _object(_get(left.get("metrics_bind_address"), "/failures"))
     return Agent(
         running=True,
-        process=holder.process,
+        process=process,
         answers=True,
         healthy=healthy if isinstance(healthy, bool) else None,
         last_sync_age_seconds=round(max(0.0, now - synced), 3) if synced else None,

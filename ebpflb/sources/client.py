@@ -11,6 +11,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
@@ -33,6 +34,7 @@ _SOCKET_OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
 _ERROR_BYTES: Final = 1 << 16
+_POST_TIMEOUT_S: Final = 10.0
 
 _CONNECTING: Final = frozenset({"unreachable", "tls", "silent", "cut"})
 
@@ -95,6 +97,34 @@ class Client:
             self._stream = None
             stream.close()
 
+    def post(self, path: str, body: bytes) -> int:
+        """POST ``body``, which is JSON; returns the answer's status, whatever that is.
+
+        Raises ApiError where no answer came. A 401 is answered as in ``get``.
+        """
+        timeout = urllib3.Timeout(connect=self._connect_timeout_s, read=_POST_TIMEOUT_S)
+        for attempt in range(2):
+            generation, access, context = self._credentials.current()
+            server = self._server(access)
+            try:
+                response = self._pool_for(generation, server, access, context).request(
+                    "POST",
+                    f"{server}{path}",
+                    body=body,
+                    headers={**_headers(access), "Content-Type": "application/json"},
+                    timeout=timeout,
+                    retries=False,
+                    redirect=False,
+                )
+            except (HTTPError, OSError, ValueError) as error:
+                failure = explained(error, server, answered=False)
+                self._note(failure)
+                raise failure from None
+            if response.status != HTTPStatus.UNAUTHORIZED or attempt:
+                return int(response.status)
+            self._credentials.renew(generation)
+        raise AssertionError("unreachable")
+
     def interrupt(self) -> None:
         """End what is going on, for good; the one call that other threads may make."""
         self._interrupted = True
@@ -116,13 +146,8 @@ class Client:
                 raise InterruptedRequestError
             generation, access, context = self._credentials.current()
             server = self._server(access)
-            headers = {
-                "Accept": "application/json",
-                "Accept-Encoding": "gzip" if compressed else "identity",
-                "User-Agent": f"ebpflb/{__version__}",
-            }
-            if authorization := access.header():
-                headers["Authorization"] = authorization
+            headers = _headers(access)
+            headers["Accept-Encoding"] = "gzip" if compressed else "identity"
             url = f"{server}{path}?{urlencode(query)}"
             try:
                 response = self._pool_for(generation, server, access, context).request(
@@ -167,6 +192,13 @@ class Client:
             self.close()
             self._pool, self._pool_key = _pool(server, access, context), key
         return self._pool
+
+
+def _headers(access: Access) -> dict[str, str]:
+    headers = {"Accept": "application/json", "User-Agent": f"ebpflb/{__version__}"}
+    if authorization := access.header():
+        headers["Authorization"] = authorization
+    return headers
 
 
 def _pool(server: str, access: Access, context: ssl.SSLContext | None) -> urllib3.PoolManager:

@@ -195,7 +195,7 @@ def _is_https(server: str) -> bool:
     """Whether this URL is one of TLS. Raises ApiError where it is none of HTTP at all."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(server)
-        if parts.scheme in {"http", "https"} and parts.hostname and (parts.port or 1):
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
             return parts.scheme == "https"
     raise ApiError("credentials", f"the server's address {server!r} is no http or https URL")
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from ebpflb.lab import Namespace, janitor, wait_until
+from ebpflb.lab import Namespace, janitor
+from tests.netns.agents import wait_until
 from tests.netns.services import Spec
 from tests.netns.sockets import Form
 from tests.netns.world import Handle, MakeService, MakeServices, OpenSocket, World, served

@@ -52,7 +52,10 @@ def unready(*pods: Pod) -> tuple[Endpoint, ...]:
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A Service and its endpoints. ``tcp`` and ``udp`` are target ports by port."""
+    """A Service and its endpoints. ``tcp`` and ``udp`` are target ports by port.
+
+    ``local``: its internal traffic policy is Local.
+    """
 
     name: str
     ipv4: str = ""
@@ -61,6 +64,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     udp: Mapping[int, int] = {}
     endpoints: tuple[Endpoint, ...] = ()
     affinity_s: int = 0
+    local: bool = False
     annotations: Mapping[str, str] = {}
 
     @property
@@ -77,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         return ServicePortName(NAMESPACE, self.name, text, protocol, family)
 
     def objects(self) -> list[ApiObject]:
-        spec: dict[str, Any] = {}
+        spec: dict[str, Any] = {"internalTrafficPolicy": "Local" if self.local else "Cluster"}
         if self.affinity_s:
             spec["sessionAffinity"] = "ClientIP"
             spec["sessionAffinityConfig"] = {"clientIP": {"timeoutSeconds": self.affinity_s}}

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebpflb.lab import Lab, Node, Pod, wait_until
+from ebpflb.lab import Lab, Node, Pod
 from tests.builders import ApiObject, cluster_ip, endpoint_object, service_object, slice_object
-from tests.netns.agents import SMALL, Agent
+from tests.netns.agents import SMALL, Agent, wait_until
 from tests.netns.kernel import Kernel
 from tests.netns.services import Endpoint, Manifests, Spec, ready
 

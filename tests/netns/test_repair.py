@@ -16,11 +16,11 @@ from ebpflb.datapath.ebpf import abi
 from ebpflb.datapath.ebpf.attach import HOOKS
 from ebpflb.datapath.ebpf.maps import LINKS
 from ebpflb.datapath.ebpf.tables import ID, index_of
-from ebpflb.lab import Lab, Node, wait_until
+from ebpflb.lab import Lab, Node
 from ebpflb.model import Family, Protocol, parse_address
 from tests.builders import cluster_ip
 from tests.netns import foreign
-from tests.netns.agents import SMALL, Agent
+from tests.netns.agents import SMALL, Agent, wait_until
 from tests.netns.kernel import Kernel, programs_on
 from tests.netns.services import Manifests, Spec, ready
 
@@ -103,9 +103,47 @@ def agent(audited: tuple[Place, Agent]) -> Iterator[Agent]:
 
 def wait_for_repairs(agent: Agent, before: float) -> float:
     """Wait until something was repaired and nothing is left to do; returns how much it was."""
-    wait_until(lambda: agent.metrics()[REPAIRS] > before, what="the audit repairs something")
+    wait_until(
+        lambda: agent.metrics()[REPAIRS] > before,
+        timeout_s=60,
+        what="the audit repairs something",
+    )
     agent.settle()
     return agent.metrics()[REPAIRS] - before
+
+
+# --- pins ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        lambda path: path.name.startswith("frontends-"),
+        lambda path: not path.is_dir(),
+        lambda _: True,
+    ],
+    ids=["one map", "all maps", "all maps and links"],
+)
+def test_pins_that_somebody_removes_come_back_with_all_that_is_in_the_maps(
+    place: Place, agent: Agent, gone: Callable[[Path], bool]
+) -> None:
+    """Nobody fails meanwhile, and no program ever runs on maps of its own."""
+    loop = place.client.tcp_loop(place.web.ipv4, 80, interval_s=0.001)
+    pins = sorted(place.node.pin_path.glob("*-*"))
+    before = agent.metrics()[REPAIRS]
+    for path in filter(gone, (*pins, place.node.pin_path / LINKS)):
+        if path.is_dir():
+            for link in HOOKS:
+                (path / link.name).unlink()
+        else:
+            path.unlink()
+    wait_for_repairs(agent, before)
+    assert sorted(place.node.pin_path.glob("*-*")) == pins
+    assert place.works()
+    loop.wait_for(lambda now: now.good > 100, timeout_s=60, what="enough attempts")
+    outcome = loop.stop()
+    if not gone(place.node.pin_path / LINKS):  # without its links nothing is attached for a while
+        assert outcome.failed == 0, outcome
 
 
 # --- hooks ---------------------------------------------------------------------------------------
@@ -221,7 +259,7 @@ def test_the_socket_meets_no_foreign_backend_meanwhile(place: Place, agent: Agen
     """A slot that belongs to another is refused and counted, not dialled."""
     before, repairs = place.kernel.stats()["foreign_backend"], agent.metrics()[REPAIRS]
     with place.client.tcp_loop(place.web.ipv4, 80) as loop:
-        loop.wait_for(lambda one: one.good > 10, what="it goes on")
+        loop.wait_for(lambda one: one.good > 10, timeout_s=30, what="it goes on")
         for index in (0, 1):
             slot = place.kernel.snapshot().backends[place.id(place.web)][index].slot
             foreign_slot = abi.LAYOUTS["backend"].pack(
@@ -230,7 +268,7 @@ def test_the_socket_meets_no_foreign_backend_meanwhile(place: Place, agent: Agen
             place.kernel.put("backends", ID.pack(slot), foreign_slot)
         wait_for_repairs(agent, repairs)
         good = loop.outcome().good
-        loop.wait_for(lambda one: one.good > good + 10, what="it works again")
+        loop.wait_for(lambda one: one.good > good + 10, timeout_s=30, what="it works again")
         outcome = loop.stop()
     assert place.backends[2].name not in outcome.backends
     assert outcome.errors.keys() <= {"ECONNREFUSED"}

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from ebpflb.datapath.ebpf import abi
-from ebpflb.lab import Lab, Loop, Pod, wait_until
+from ebpflb.lab import Lab, Loop, Pod
 from ebpflb.model import Protocol, parse_address
 from tests.builders import cluster_ip
-from tests.netns.agents import Agent
+from tests.netns.agents import Agent, wait_until
 from tests.netns.kernel import differing
 from tests.netns.services import Manifests, Spec, ready, terminating
 
@@ -92,6 +92,7 @@ def place(shared: Place) -> Iterator[Place]:
 def assert_nothing_failed(*loops: Loop) -> None:
     """Stop them; each must have gone on, and not one attempt may have failed."""
     for loop in loops:
+        loop.wait_for(lambda now: now.good > 100, timeout_s=60, what="enough attempts")
         outcome = loop.stop()
         assert outcome.failed == 0, (loop.title, outcome)
         assert outcome.good > 100, (loop.title, outcome)
@@ -99,7 +100,7 @@ def assert_nothing_failed(*loops: Loop) -> None:
 
 def go_on(loop: Loop) -> None:
     good = loop.outcome().good
-    loop.wait_for(lambda one: one.good > good + 20, what="it goes on")
+    loop.wait_for(lambda one: one.good > good + 20, timeout_s=30, what="it goes on")
 
 
 # --- under load ---------------------------------------------------------------------------------
@@ -137,6 +138,30 @@ def test_a_hundred_restarts_cost_not_one_connect(place: Place) -> None:
     assert_nothing_failed(*loops)
     changed = set(differing(before, place.agent.kernel.dump()))
     assert changed <= BY_PROGRAMS
+
+
+def test_maps_that_a_start_left_half_made_are_not_taken_for_a_set(place: Place) -> None:
+    """A start with another size that dies before its programs are attached leaves such a mixture.
+
+    The programs of before serve on; the next start must not write into what they still use.
+    """
+    host, other = cluster_ip(10), cluster_ip(11)
+    loop = place.client.tcp_loop(other, 80)
+    folder = place.node.pin_path
+    for name in ("frontends", "members", "names", "affinity", "connections"):
+        for path in folder.glob(f"{name}-*"):
+            path.unlink()
+    for path in folder.glob("ports-*"):
+        path.rename(path.with_name(f"ports-{'0' * 12}"))
+    agent = place.agent.start()
+    agent.settle()
+    go_on(loop)
+    assert place.client.tcp(host, 80, count=30).failed == 0
+    agent.terminate()
+    assert list(folder.glob("ports-000000000000")) == []
+    outcome = loop.stop()
+    assert outcome.failed == 0, outcome
+    assert set(outcome.backends) == {"be1"}, outcome
 
 
 @pytest.mark.parametrize(
@@ -288,7 +313,9 @@ def test_an_address_that_passed_to_another_service_meanwhile_leads_there_alone(
         place.manifests.remove("s11")
         place.manifests.put(new)
         place.agent.start().settle()
-        passed.wait_for(lambda one: one.backends.get("be2", 0) > 20, what="the new one answers")
+        passed.wait_for(
+            lambda one: one.backends.get("be2", 0) > 20, timeout_s=30, what="the new one answers"
+        )
         outcome = passed.stop()
         assert [who for _, who in outcome.switches] == ["be1", "be2"]
         assert_nothing_failed(other)

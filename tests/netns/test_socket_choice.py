@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from ebpflb.lab import Loop, Namespace, wait_until
+from ebpflb.lab import Loop, Namespace
 from ebpflb.model import Protocol
+from tests.netns.agents import wait_until
 from tests.netns.services import Endpoint, ready, terminating, unready
 from tests.netns.sockets import Form
 from tests.netns.world import TCP_PORT, UDP_PORT, Handle, MakeService, MakeServices, World
@@ -204,7 +206,7 @@ def test_a_client_leaves_a_backend_that_has_been_deleted(
 def go_on(held: Loop) -> None:
     """Wait for more of a loop's exchanges."""
     good = held.outcome().good
-    held.wait_for(lambda one: one.good > good + 5, what="it goes on")
+    held.wait_for(lambda one: one.good > good + 5, timeout_s=30, what="it goes on")
 
 
 def test_a_terminating_backend_keeps_its_connections_and_gets_no_new_ones(
@@ -213,7 +215,9 @@ def test_a_terminating_backend_keeps_its_connections_and_gets_no_new_ones(
     """B-39, BAL-03, NOEP-11: not through the client's record either; nothing is cut at its end."""
     handle = service(pods=world.backends[:2], affinity_s=10_800)
     with world.p1.hold_loop(handle.ipv4, 80, interval_s=0.01) as held:
-        so_far = held.wait_for(lambda one: one.good > 3, what="the connection is in use")
+        so_far = held.wait_for(
+            lambda one: one.good > 3, timeout_s=30, what="the connection is in use"
+        )
         going = next(pod for pod in world.backends[:2] if pod.name in so_far.backends)
         stays = next(pod for pod in world.backends[:2] if pod is not going)
         for endpoints in ((*terminating(going), *ready(stays)), ready(stays)):
@@ -238,7 +242,7 @@ def test_affinity_is_switched_on_and_off_under_way(world: World, service: MakeSe
     """AFF-08: new connections follow at once, open ones do not notice."""
     handle = service(pods=world.backends)
     with world.p2.hold_loop(handle.ipv4, 80, interval_s=0.01) as held:
-        held.wait_for(lambda one: one.good > 1, what="the connection is in use")
+        held.wait_for(lambda one: one.good > 1, timeout_s=30, what="the connection is in use")
         for affinity_s, several in ((100, False), (0, True), (100, False), (0, True)):
             handle.set(affinity_s=affinity_s)
             assert (len(by_tcp(world.p1, handle, 40)) > 1) is several
@@ -262,3 +266,104 @@ def test_target_ports_are_part_of_the_choice(world: World, service: MakeService)
     handle = service(pods=world.backends[:1], tcp={80: TCP_PORT}, udp={53: UDP_PORT, 54: 9001})
     assert world.p1.udp(handle.ipv4, 53).first["local"].endswith(f":{UDP_PORT}")
     assert world.p1.udp(handle.ipv4, 54).first["local"].endswith(":9001")
+
+
+# --- a Service that changes -----------------------------------------------------------------------
+
+
+def test_scaling_leaves_no_dead_endpoint(world: World, service: MakeService) -> None:
+    """B-75: after each step the slots are the endpoints, and all of them answer."""
+    handle = service(pods=world.backends)
+    name = handle.port_name(Protocol.TCP, 80)
+    for count in (4, 2, 3, 1, 0, 2):
+        handle.set(endpoints=ready(*world.backends[:count]))
+        snapshot = world.kernel.snapshot()
+        assert len(snapshot.backends[world.kernel.id_of(name)]) == count
+        outcome = world.p1.tcp(handle.ipv4, 80, count=40)
+        assert outcome.good == (40 if count else 0), outcome
+        assert outcome.backends.keys() == {pod.name for pod in world.backends[:count]}
+
+
+def test_open_connections_outlive_their_service(world: World, service: MakeService) -> None:
+    """BAL-03, NOEP-11"""
+    handle = service(pods=world.backends[:1], affinity_s=100)
+    with world.p1.hold_loop(handle.ipv4, 80, parallel=2, interval_s=0.01) as held:
+        go_on(held)
+        handle.set(endpoints=())
+        go_on(held)
+        world.agent.manifests.remove(handle.name)
+        world.agent.settle()
+        go_on(held)
+        assert held.stop().failed == 0
+
+
+@pytest.mark.parametrize(
+    "order",
+    [("service", "slices"), ("slices", "service")],
+    ids=["the Service first", "its slices first"],
+)
+def test_a_service_goes_in_either_order(
+    world: World, service: MakeService, order: tuple[str, str]
+) -> None:
+    """B-79: nothing of it is left, members and records of clients included."""
+    handle = service(pods=world.backends, affinity_s=100)
+    by_tcp(world.p1, handle, 3)
+    by_udp(world.p1, handle, 3)
+    objects = handle.spec.objects()
+    left = {"service": objects[1:], "slices": objects[:1]}
+    world.agent.manifests.put_objects(f"{handle.name}.json", left[order[0]])
+    world.agent.settle()
+    assert world.p1.tcp(handle.ipv4, 80).good == 0
+    world.agent.manifests.remove(handle.name)
+    world.agent.settle()
+    assert world.kernel.stats()["foreign_backend"] == 0
+
+
+def test_a_port_changes_its_protocol(world: World, service: MakeService) -> None:
+    """B-85: same number, the same Service; the old one is gone, the new one works."""
+    handle = service(pods=world.backends[:1], tcp={80: TCP_PORT}, udp={})
+    assert world.p1.tcp(handle.ipv4, 80).good == 1
+    handle.set(tcp={}, udp={80: UDP_PORT})
+    assert world.p1.udp(handle.ipv4, 80).good == 1
+    assert world.p1.tcp(handle.ipv4, 80).errors.keys() <= {"ENETUNREACH", "EHOSTUNREACH"}
+    handle.set(tcp={80: TCP_PORT}, udp={})
+    assert world.p1.tcp(handle.ipv4, 80).good == 1
+
+
+def test_a_client_that_was_there_before_the_service_is_served(
+    world: World, service: MakeService, form: Form
+) -> None:
+    """B-17: no answer of before is remembered, not for the same source port either."""
+    spec = world.spec(pods=world.backends[:1])
+    for _ in range(3):
+        early = world.node.tcp(form.host(spec), 80, source_port=43_000, reset=True)
+        assert early.good == 0
+    (handle,) = world.services(spec)
+    late = world.node.tcp(form.host(handle), 80, source_port=43_000, reset=True)
+    world.agent.manifests.remove(handle.name)
+    assert late.good == 1
+
+
+def test_a_local_policy_takes_this_nodes_endpoints_alone(
+    world: World, service: MakeService, form: Form
+) -> None:
+    """POL-01, B-73; switched under way."""
+    here, there = ready(*world.backends[:2])
+    there = msgspec.structs.replace(there, node="n2")
+    handle = service(endpoints=(here, there), local=True)
+    assert world.p1.tcp(form.host(handle), 80, count=20).backends == {"be1": 20}
+    handle.set(local=False)
+    assert world.p1.tcp(form.host(handle), 80, count=60).backends.keys() == {"be1", "be2"}
+
+
+def test_a_service_that_is_not_for_the_socket_path_is_left_alone(
+    world: World, service: MakeService, form: Form
+) -> None:
+    """B-131: a mesh wants to see the ClusterIP on the wire; switched under way, both ways."""
+    left_alone = {"ebpflb.io/socket-lb": "false"}
+    handle = service(pods=world.backends[:1], annotations=left_alone)
+    for chosen, good in ((left_alone, 0), ({}, 1), (left_alone, 0)):
+        handle.set(annotations=chosen)
+        outcome = world.node.tcp(form.host(handle), 80)
+        assert outcome.good == good, outcome
+        assert "ECONNREFUSED" not in outcome.errors

@@ -19,7 +19,6 @@ import pytest
 from ebpflb.lab import Namespace, Pod
 from ebpflb.lab.client import IPPROTO_MPTCP
 from ebpflb.model import Protocol
-from tests.netns.services import ready
 from tests.netns.sockets import (
     Form,
     ask,
@@ -30,7 +29,7 @@ from tests.netns.sockets import (
     send_to,
     sockaddr,
 )
-from tests.netns.world import TCP_PORT, UDP_PORT, Handle, OpenSocket, World, served
+from tests.netns.world import TCP_PORT, UDP_PORT, Handle, MakeService, OpenSocket, World, served
 
 TCP = socket.SOCK_STREAM
 UDP = socket.SOCK_DGRAM
@@ -103,6 +102,15 @@ def test_unconnected_udp_keeps_its_backend_and_hears_from_the_service(
     assert outcome.first["local"].rpartition(":")[2] == str(UDP_PORT)
 
 
+def test_one_number_by_tcp_and_by_udp_is_two_ports(
+    world: World, service: MakeService, form: Form
+) -> None:
+    """PORT-02: also with different targets."""
+    handle = service(pods=world.backends[:1], tcp={80: TCP_PORT}, udp={80: 9001})
+    assert world.p1.tcp(form.host(handle), 80).first["local"].endswith(f":{TCP_PORT}")
+    assert world.p1.udp(form.host(handle), 80).first["local"].endswith(":9001")
+
+
 @pytest.mark.parametrize("how", ["connect", "sendto"])
 def test_tcp_fast_open_carries_data_in_the_syn_to_a_backend(
     world: World, other: Handle, form: Form, how: Literal["connect", "sendto"]
@@ -159,22 +167,20 @@ def test_clients_that_share_a_port_by_reuseport(world: World, web: Handle, form:
 
 
 def test_servers_that_share_a_port_by_reuseport(
-    world: World, other: Handle, open_socket: OpenSocket
+    world: World, service: MakeService, open_socket: OpenSocket
 ) -> None:
     """The kernel shares connections out among the listeners of the one backend as ever."""
     backend = world.backends[3]
-    other.set(endpoints=ready(backend), tcp={80: 7070}, udp={53: UDP_PORT})
+    handle = service(pods=[backend], tcp={80: 7070})
     listeners = [open_socket(backend, Form.V4, TCP) for _ in range(2)]
     for listener in listeners:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("", 7070))
         listener.listen(64)
-    dialled = [open_socket(world.p1, Form.V4, TCP) for _ in range(40)]
-    for sock in dialled:
-        sock.connect((other.ipv4, 80))
+    for _ in range(40):
+        open_socket(world.p1, Form.V4, TCP).connect((handle.ipv4, 80))
     for listener in listeners:
         assert select.select([listener], [], [], 0)[0], "one listener got nothing"
-    other.set(endpoints=ready(world.backends[2]), tcp={80: TCP_PORT})
 
 
 def answers_as_a_backend(world: World, sock: socket.socket, form: Form, handle: Handle) -> None:
@@ -356,13 +362,16 @@ def test_what_the_service_does_not_serve_is_left_to_the_network(
 ) -> None:
     """The lab's network has no way to a Service's address, and that is the answer."""
     before = world.kernel.stats()
-    sock = open_socket(world.p1, form, kind)
+    sock = open_socket(world.node, form, kind)
     if kind == TCP:
         code = sock.connect_ex((form.host(web), port))
-        assert code in {errno.ENETUNREACH, errno.EHOSTUNREACH}, errno.errorcode[code]
+        assert code == errno.ENETUNREACH, errno.errorcode[code]
     else:
-        sock.connect((form.host(web), port))
-        assert peer(sock) == (form.host(web), port)
+        with pytest.raises(OSError, match=os.strerror(errno.ENETUNREACH)):
+            sock.sendto(b"who", (form.host(web), port))
+        pods = open_socket(world.p1, form, kind)  # which has a default route
+        pods.connect((form.host(web), port))
+        assert peer(pods) == (form.host(web), port)
     assert world.kernel.stats() == before
 
 

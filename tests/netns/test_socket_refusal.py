@@ -12,6 +12,7 @@ import select
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from ebpflb.lab import Namespace
@@ -141,6 +142,20 @@ def test_endpoints_come_and_go_and_connections_follow(
         outcome = world.p1.tcp(form.host(handle), 80, count=3)
         assert outcome.good == (3 if good else 0), outcome
         assert outcome.errors == ({} if good else {"ECONNREFUSED": 3})
+
+
+def test_endpoints_that_the_policy_does_not_allow_are_no_endpoints(
+    world: World, service: MakeService, form: Form
+) -> None:
+    """NOEP-04, B-73: refused and counted apart, until packets can be dropped."""
+    (there,) = ready(world.backends[0])
+    there = msgspec.structs.replace(there, node="n2")
+    handle = service(endpoints=(there,), local=True)
+    before = world.kernel.stats()
+    assert world.p1.tcp(form.host(handle), 80, count=2).errors == {"ECONNREFUSED": 2}
+    after = world.kernel.stats()
+    assert after["refused_policy"] == before["refused_policy"] + 2
+    assert after["refused"] == before["refused"]
 
 
 # --- UDP ----------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from ebpflb.datapath.ebpf import abi
-from ebpflb.lab import wait_until
 from ebpflb.model import Protocol, parse_address
+from tests.netns.agents import wait_until
 from tests.netns.kernel import Kernel
 from tests.netns.services import ready, terminating, unready
 from tests.netns.sockets import Form, answer_on, ask, cookie, disconnect, peer
@@ -115,6 +115,18 @@ def test_a_backend_that_is_then_dialled_itself_is_heard_under_its_own_address(
         assert ask(sock, where) == ("be1", where)
 
 
+def test_a_backend_that_is_then_connected_to_is_heard_under_its_own_address(
+    world: World, service: MakeService, form: Form, open_socket: OpenSocket
+) -> None:
+    """recvfrom() and getpeername() of one socket must not tell two stories."""
+    handle = service(pods=world.backends[:1])
+    backend = (form.host(world.backends[0]), UDP_PORT)
+    sock = open_socket(world.p1, form)
+    assert ask(sock, (form.host(handle), 53)) == ("be1", (form.host(handle), 53))
+    sock.connect(backend)
+    assert ask(sock) == ("be1", backend)
+
+
 def test_a_connected_socket_that_names_its_service_is_heard_by_its_peer(
     world: World, service: MakeService, form: Form, open_socket: OpenSocket
 ) -> None:
@@ -159,6 +171,21 @@ def test_the_next_datagram_moves_when_the_backend_has_left(
         assert ask(sock, (form.host(handle), 53)) == (stays.name, (form.host(handle), 53))
     assert sock.getsockname() == source
     assert world.servers[left.name].stats()["udp_received"] == received
+
+
+def test_every_socket_follows_a_rolling_update(
+    world: World, service: MakeService, form: Form, open_socket: OpenSocket
+) -> None:
+    """B-19: after each step every old socket is with a backend that is there."""
+    handle = service(pods=world.backends[:3])
+    where = (form.host(handle), 53)
+    sockets = [open_socket(world.p1, form) for _ in range(30)]
+    for present in ((0, 1, 2), (1, 2, 3), (2, 3), (3, 0)):
+        pods = [world.backends[index] for index in present]
+        handle.set(endpoints=ready(*pods))
+        answers = [ask(sock, where) for sock in sockets]
+        assert {name for name, _ in answers} <= {pod.name for pod in pods}
+        assert {source for _, source in answers} == {where}
 
 
 def test_an_unready_backend_is_left_and_a_ready_one_found(
@@ -295,7 +322,7 @@ def test_the_entries_go_with_a_client_that_dies(
     """(B-11, B-13)"""
     handle = service(pods=world.backends[:1])
     with world.p1.udp_loop(handle.ipv4, 53, sockets=20, connected=True, interval_s=0.01) as loop:
-        loop.wait_for(lambda one: one.good >= 20, what="every socket has been used")
+        loop.wait_for(lambda one: one.good >= 20, timeout_s=30, what="every socket has been used")
         assert len(of_service(world.kernel, handle)) == 20
         loop.signal(number)
         wait_until(lambda: not loop.alive, what="the client is dead")

@@ -7,6 +7,7 @@ keep it from starting does not.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -18,10 +19,10 @@ import pytest
 from ebpflb.datapath.ebpf import abi, libbpf, loader
 from ebpflb.datapath.ebpf.maps import LINKS, PinFolder, sizes
 from ebpflb.errors import DatapathError
-from ebpflb.lab import Lab, Node, wait_until
+from ebpflb.lab import Lab, Node
 from tests.builders import cluster_ip
 from tests.netns import foreign
-from tests.netns.agents import EBPFLB, ROOT, SMALL, Agent
+from tests.netns.agents import EBPFLB, ROOT, SMALL, Agent, wait_until
 from tests.netns.kernel import programs_on
 from tests.netns.services import Manifests, Spec, ready
 
@@ -287,6 +288,20 @@ def test_a_taken_port_ends_the_agent_where_that_is_asked_for(place: Place) -> No
     assert code == WRONG_USAGE
     assert message.startswith("--healthz-bind-address 0.0.0.0:10256: Address already in use, ")
     assert f"(process {holder.pid}) listens there" in message
+
+
+def test_health_and_mode_are_told_as_kube_proxy_tells_them(place: Place) -> None:
+    """HZ-01, HZ-02, ADM-01"""
+    with place.agent() as agent:
+        for path in ("/healthz", "/livez"):
+            status, body = agent.get(path)
+            told = json.loads(body)
+            assert (status, told["healthy"]) == (200, True)
+            assert told.get("nodeEligible") is (True if path == "/healthz" else None)
+        assert agent.get("/proxyMode", port=10249) == (200, "ebpf")
+        assert agent.get("/healthz", port=10249) == (200, "ok")
+        assert agent.get("/nothing")[0] == 404
+        assert agent.metrics()["ebpflb_service_ports"] == 1
 
 
 # --- flags --------------------------------------------------------------------------------------

@@ -347,8 +347,18 @@ def test_another_program_at_the_agents_address_is_not_believed(
 ) -> None:
     bodies, address = answers
     bodies["/metrics"] = METRICS.replace(b"ebpflb_build_info", b"kubernetes_build_info")
-    found = status.ask_agent(Holder(None), {"metrics_bind_address": address})
-    assert found == status.Agent(running=True)
+    found = status.ask_agent(Holder(42), {"metrics_bind_address": address})
+    assert found == status.Agent(running=True, process=42)
+    assert not status.ask_agent(None, {"metrics_bind_address": address}).running
+
+
+def test_an_agent_whose_lock_cannot_be_seen_from_here_is_known_by_its_answer(
+    answers: tuple[Answers, str],
+) -> None:
+    bodies, address = answers
+    bodies["/metrics"] = METRICS
+    found = status.ask_agent(None, {"metrics_bind_address": address})
+    assert (found.running, found.process, found.answers) == (True, None, True)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +368,7 @@ def test_an_agent_without_an_address_does_not_answer(left: dict[str, object]) ->
     assert status.ask_agent(Holder(42), left) == status.Agent(running=True, process=42)
 
 
-def test_without_a_holder_nobody_is_asked() -> None:
+def test_without_a_holder_and_an_answer_no_agent_runs() -> None:
     assert status.ask_agent(None, {"metrics_bind_address": "127.0.0.1:1"}) == status.Agent(
         running=False
     )

@@ -1,41 +1,29 @@
-"""The health server and the metrics server: bodies, codes, addresses (HZ-…, ADM-…)."""
+"""When the health endpoints are red, and what they say."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import socket
+import socketserver
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
+from http.server import ThreadingHTTPServer
 
 import pytest
 
-from ebpflb import health
+from ebpflb import health as health_module
 from ebpflb.errors import ConfigError
-from ebpflb.health import (
-    Health,
-    HttpServer,
-    Response,
-    Route,
-    admin_routes,
-    health_routes,
-    text,
-)
-
-TIMEOUT_S = 10.0
-PERIOD_S = 30.0
-START_S = 1_769_903_999.0
-START = "2026-01-31T23:59:59Z"
+from ebpflb.health import Health, HttpServer, json_response, text
 
 
 class Clock:
     def __init__(self) -> None:
-        self.now_s = START_S
+        self.now = 1_000_000.0
 
     def __call__(self) -> float:
-        return self.now_s
+        return self.now
 
 
 @pytest.fixture
@@ -43,270 +31,232 @@ def clock() -> Clock:
     return Clock()
 
 
-# --- health --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("happens", "healthy"),
+    ("story", "healthy"),
     [
-        ("", True),
-        ("wait", True),
-        ("queue", True),
-        ("queue wait", False),
-        ("queue almost", True),
-        ("queue almost queue almost", False),
-        ("queue wait update", True),
-        ("queue almost update queue almost", True),
+        (["queued", "taken", 1e6], True),
+        (["queued", "taken", 1e6, "queued", "taken", "begin", 59.9], True),
+        (["queued", "begin", 60.0], False),
+        (["begin", "updated", 1e6], True),
+        (["begin", "updated", "queued", 59.9], True),
+        (["begin", "updated", "queued", 60.0], False),
+        (["begin", "updated", "queued", 30.0, "queued", 30.0], False),
+        (["begin", "updated", "queued", 30.0, "taken", 30.0], False),
+        (["begin", "updated", "queued", "taken", 30.0, "queued", "taken", 30.0], False),
+        (["begin", "updated", "queued", 100.0, "taken", "updated"], True),
+        (["begin", "updated", "queued", "taken", "updated", 1e6], True),
+        (["begin", "updated", "queued", "taken", 30.0, "queued", "updated", 59.9], True),
+        (["begin", "updated", "queued", "taken", 30.0, "queued", "updated", 60.0], False),
+        (["begin", "updated", "queued", 30.0, "queued", "taken", "updated", 59.9], True),
+        (["begin", "updated", "queued", 30.0, "queued", "taken", "updated", 60.0], False),
     ],
     ids=[
-        "HZ-03: before the first sync it is healthy",
-        "HZ-03, HZ-07: a quiet cluster stays healthy for ever",
-        "a change that just came",
-        "a change that has waited for two sync periods",
-        "a change that has waited for less",
-        "it is the oldest change that counts",
-        "it is healthy again after a sync",
-        "each sync begins anew",
+        "before the source has told everything nothing waits",
+        "what was told at first waits from when everything has been told",
+        "the first sync may not take for ever",
+        "a quiet cluster stays healthy for ever",
+        "a change may wait for less than two sync periods",
+        "a change that nobody takes turns it red",
+        "only the oldest change that waits counts",
+        "a change that was taken waits from when it came",
+        "only the oldest change that was taken counts",
+        "a sync makes it healthy again",
+        "what is in force does not age",
+        "a sync does not age what came meanwhile",
+        "a sync does not hide what came meanwhile",
+        "one that came while the queue was emptied waits from then",
+        "one that came while the queue was emptied is not forgotten",
     ],
 )
-def test_healthy_unless_a_change_waits_for_too_long(
-    happens: str, healthy: bool, clock: Clock
-) -> None:
-    one = Health(PERIOD_S, clock)
-    for step in happens.split():
-        if step == "queue":
-            one.queued()
-        elif step == "update":
-            one.updated()
+def test_health(clock: Clock, story: list[str | float], healthy: bool) -> None:
+    """HZ-03, HZ-07 and H-20; ``taken`` takes one."""
+    health = Health(30.0, clock)
+    for step in story:
+        if isinstance(step, float):
+            clock.now += step
         else:
-            clock.now_s += 2 * PERIOD_S - (0.1 if step == "almost" else 0)
-    assert one.healthy() is healthy
+            getattr(health, step)(*([1] if step == "taken" else []))
+    assert health.healthy() is healthy
 
 
-Answers = tuple[dict[str, Route], list[tuple[str, int]]]
+def test_what_is_deferred_waits_from_when_it_was(clock: Clock) -> None:
+    health = Health(30.0, clock)
+    health.begin()
+    began = clock.now
+    clock.now += 59
+    health.updated(began)
+    assert health.healthy()
+    clock.now += 1
+    assert not health.healthy()
+    health.updated()
+    assert health.healthy()
 
 
-def routes(one: Health, *, is_eligible: bool = True) -> Answers:
-    answered: list[tuple[str, int]] = []
-    return (
-        health_routes(
-            one,
-            is_eligible=lambda: is_eligible,
-            answered=lambda path, status: answered.append((path, int(status))),
-        ),
-        answered,
-    )
+def test_a_source_whose_thread_has_ended_turns_it_red(clock: Clock) -> None:
+    health = Health(30.0, clock)
+    health.depends_on(lambda: False)
+    assert not health.healthy()
 
 
-@pytest.mark.parametrize(
-    ("late", "is_eligible", "path", "status", "body"),
-    [
-        (False, True, "/healthz", 200, {"healthy": True, "nodeEligible": True}),
-        (False, False, "/healthz", 503, {"healthy": True, "nodeEligible": False}),
-        (True, True, "/healthz", 503, {"healthy": False, "nodeEligible": True}),
-        (False, True, "/livez", 200, {"healthy": True}),
-        (False, False, "/livez", 200, {"healthy": True}),
-        (True, True, "/livez", 503, {"healthy": False}),
-    ],
-    ids=[
-        "HZ-05: healthy and eligible",
-        "HZ-05: a node that is to be deleted is drained",
-        "HZ-05: not healthy",
-        "HZ-04: alive",
-        "HZ-05: the node's fate is nothing for kubelet to restart us for",
-        "HZ-04: a sync that hangs",
-    ],
-)
-def test_what_is_answered(
-    *, late: bool, is_eligible: bool, path: str, status: int, body: dict[str, object], clock: Clock
-) -> None:
-    one = Health(PERIOD_S, clock)
-    one.updated()
-    one.queued()
-    clock.now_s += 100 if late else 1
-    made, answered = routes(one, is_eligible=is_eligible)
-    response = made[path]()
-    found = json.loads(response.body)
-    assert (response.status, response.content_type) == (status, "application/json")
-    assert answered == [(path, status)]  # HZ-10
-    now = "2026-02-01T00:01:39Z" if late else "2026-02-01T00:00:00Z"
-    assert found == {
-        "lastUpdated": now if status == 200 else START,
-        "currentTime": now,
-        **body,
+def test_the_body_tells_the_last_update_when_unhealthy_and_now_otherwise(clock: Clock) -> None:
+    """HZ-02 and HZ-06."""
+    health = Health(30.0, clock, clock)
+    health.begin()
+    health.updated()
+    clock.now += 5
+    assert health.body(node_eligible=True) == {
+        "lastUpdated": "1970-01-12T13:46:45Z",
+        "currentTime": "1970-01-12T13:46:45Z",
+        "healthy": True,
+        "nodeEligible": True,
         "status": {
-            family: {"lastUpdated": START, "healthy": body["healthy"]}
+            family: {"lastUpdated": "1970-01-12T13:46:40Z", "healthy": True}
             for family in ("IPv4", "IPv6")
         },
     }
+    health.queued()
+    clock.now += 60
+    body = health.body(node_eligible=None)
+    assert "nodeEligible" not in body
+    assert (body["lastUpdated"], body["healthy"]) == ("1970-01-12T13:46:40Z", False)
 
 
-# --- metrics and administration ------------------------------------------------------------------
+def test_a_wall_clock_that_is_set_changes_nothing(clock: Clock) -> None:
+    wall = Clock()
+    health = Health(30.0, clock, wall)
+    health.begin()
+    wall.now += 1e6
+    assert health.healthy()
 
 
 @pytest.fixture
-def admin() -> dict[str, Route]:
-    return admin_routes(
-        exposition=lambda: b"metric 1\n",
-        mode="ebpf",
-        configz={"kubeproxy.config.k8s.io": {"mode": "", "nodePortAddresses": None}},
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "content_type", "body"),
-    [
-        ("/healthz", "text/plain; charset=utf-8", b"ok"),
-        ("/proxyMode", "text/plain; charset=utf-8", b"ebpf"),
-        ("/metrics", "text/plain; version=0.0.4; charset=utf-8", b"metric 1\n"),
-        (
-            "/configz",
-            "application/json",
-            b'{"kubeproxy.config.k8s.io": {"mode": "", "nodePortAddresses": null}}',
-        ),
-        ("/metrics/slis", "text/plain; version=0.0.4; charset=utf-8", b""),
-    ],
-    ids=["ADM-01", "ADM-03: the mode's word alone", "ADM-02", "ADM-04", "ADM-02: no check yet"],
-)
-def test_what_the_metrics_server_answers(
-    path: str, content_type: str, body: bytes, admin: dict[str, Route]
-) -> None:
-    assert admin[path]() == Response(HTTPStatus.OK, content_type, body)
-
-
-def test_adm_02_the_indicators_count_the_health_checks(admin: dict[str, Route]) -> None:
-    admin["/healthz"]()
-    admin["/healthz"]()
-    lines = admin["/metrics/slis"]().body.decode().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == [
-        'kubernetes_healthcheck{name="ping",type="healthz"} 1',
-        'kubernetes_healthchecks_total{name="ping",status="success",type="healthz"} 2',
-    ]
-
-
-def test_adm_05_there_is_no_profiling(admin: dict[str, Route]) -> None:
-    assert not [path for path in admin if path.startswith("/debug")]
-
-
-# --- servers -------------------------------------------------------------------------------------
-
-
-needs_ipv6 = pytest.mark.skipif(not health._has_ipv6(), reason="kernel lacks IPv6")
-
-
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def serving(address: str, **routes: Route) -> Iterator[None]:
-    made = {f"/{name}": route for name, route in routes.items()}
-    server = HttpServer("--healthz-bind-address", address, made, hard_fail=True)
-    try:
-        yield
-    finally:
+@pytest.fixture
+def serve(free_port: int) -> Iterator[Callable[..., str]]:
+    servers: list[HttpServer] = []
+
+    def start(*, hard_fail: bool = False) -> str:
+        address = f"127.0.0.1:{free_port}"
+        routes = {"/proxyMode": lambda: text("ebpf"), "/bad": lambda: json_response({}, 503)}
+        servers.append(HttpServer("--test-address", address, routes, hard_fail=hard_fail))
+        return f"http://{address}"
+
+    yield start
+    for server in servers:
         server.close()
 
 
-def got(host: str, port: int, path: str, method: str = "GET") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
-    connection.request(method, path)
-    return connection.getresponse()
+def test_proxy_mode_is_the_bare_word(serve: Callable[..., str]) -> None:
+    """ADM-03."""
+    with urllib.request.urlopen(serve() + "/proxyMode", timeout=5) as answer:
+        assert answer.read() == b"ebpf"
+        assert answer.headers["Content-Type"].startswith("text/plain")
 
 
-def test_hz_01_headers_and_unknown_paths() -> None:
-    port = free_port()
-    with serving(f"127.0.0.1:{port}", healthz=lambda: text("ok")):
-        response = got("127.0.0.1", port, "/healthz?verbose")
-        assert (response.status, response.read()) == (200, b"ok")
-        assert response.headers["X-Content-Type-Options"] == "nosniff"
-        assert response.headers["Content-Length"] == "2"
-        assert got("127.0.0.1", port, "/healthz", "HEAD").read() == b""
-        assert got("127.0.0.1", port, "/debug/pprof/").status == 404
+def test_json_answers_are_not_sniffed(serve: Callable[..., str]) -> None:
+    """HZ-01."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(serve() + "/bad", timeout=5)
+    with caught.value as answer:
+        assert answer.code == 503
+        assert answer.headers["Content-Type"] == "application/json"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert json.loads(answer.read()) == {}
 
 
-@needs_ipv6
-@pytest.mark.parametrize("wildcard", ["0.0.0.0", "[::]"])
-def test_all_addresses_are_those_of_both_families(wildcard: str) -> None:
-    port = free_port()
-    with serving(f"{wildcard}:{port}", healthz=lambda: text("ok")):
-        for host in ("127.0.0.1", "::1"):
-            assert got(host, port, "/healthz").status == 200
+def test_an_unknown_path_is_not_found(serve: Callable[..., str]) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(serve() + "/nothing", timeout=5)
+    with caught.value as answer:
+        assert answer.code == 404
 
 
-def test_all_addresses_are_those_of_ipv4_where_there_is_no_ipv6(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_taken_port_names_its_holder_and_with_hard_fail_ends_the_agent(
+    serve: Callable[..., str], free_port: int
 ) -> None:
-    monkeypatch.setattr(health, "_has_ipv6", lambda: False)
-    port = free_port()
-    with serving(f"0.0.0.0:{port}", healthz=lambda: text("ok")):
-        assert got("127.0.0.1", port, "/healthz").status == 200
+    """HZ-08, L-64."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_port))
+        holder.listen()
+        with pytest.raises(ConfigError, match=r"Address already in use, .+ listens there"):
+            serve(hard_fail=True)
 
 
-@needs_ipv6
-def test_one_address_is_that_one_alone() -> None:
-    port = free_port()
-    with (
-        serving(f"[::1]:{port}", healthz=lambda: text("six")),
-        serving(f"127.0.0.1:{port}", healthz=lambda: text("four")),
-    ):
-        assert got("::1", port, "/healthz").read() == b"six"
-        assert got("127.0.0.1", port, "/healthz").read() == b"four"
-
-
-@contextlib.contextmanager
-def taken() -> Iterator[int]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        one.listen()
-        yield one.getsockname()[1]
-
-
-def test_hz_08_an_address_that_is_taken_is_told_and_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_taken_port_is_tried_again_until_it_is_free(
+    serve: Callable[..., str], free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "BIND_RETRY_S", 0.001)
-    told: list[tuple[str, str]] = []
-    served = threading.Event()
-    with contextlib.ExitStack() as stack:
-        with taken() as port:
-            server = HttpServer(
-                "--metrics-bind-address",
-                f"127.0.0.1:{port}",
-                {"/healthz": lambda: text("ok")},
-                hard_fail=False,
-                failed=lambda flag, reason: told.append((flag, reason)),
-            )
-            stack.callback(server.close)
-        assert until(lambda: answers(port), served)
-    ((flag, reason),) = told
-    assert flag == "--metrics-bind-address"
-    assert reason.startswith(f"--metrics-bind-address 127.0.0.1:{port}: Address already in use")
+    """HZ-08: retried; here every 20 ms."""
+    monkeypatch.setattr("ebpflb.health.BIND_RETRY_S", 0.02)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_port))
+        holder.listen()
+        url = serve()
+    for _ in range(500):
+        try:
+            with urllib.request.urlopen(url + "/proxyMode", timeout=5) as answer:
+                assert answer.read() == b"ebpf"
+                return
+        except urllib.error.URLError:
+            continue
+    pytest.fail("it never listened")
 
 
-def until(holds: Callable[[], bool], never: threading.Event) -> bool:
-    """Whether it comes to hold within the time-out."""
-    return any(holds() or never.wait(0.01) for _ in range(int(TIMEOUT_S / 0.01)))
+def closes(server: HttpServer) -> bool:
+    closing = threading.Thread(target=server.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    return not closing.is_alive()
 
 
-def answers(port: int) -> bool:
-    try:
-        return got("127.0.0.1", port, "/healthz").status == 200
-    except OSError:
-        return False
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_cfg_11_an_address_that_is_taken_may_end_the_agent() -> None:
-    with taken() as port, pytest.raises(ConfigError, match="Address already in use"):
-        HttpServer("--healthz-bind-address", f"127.0.0.1:{port}", {}, hard_fail=True)
+def test_it_closes_also_before_it_has_begun_to_serve(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    run, shutdown = HttpServer._run, health_module._Server.shutdown
+
+    def late(self: HttpServer) -> None:
+        told.wait()
+        run(self)
+
+    def tell(self: socketserver.BaseServer) -> None:
+        told.set()
+        shutdown(self)
+
+    monkeypatch.setattr(HttpServer, "_run", late)
+    monkeypatch.setattr(health_module._Server, "shutdown", tell)
+    server = HttpServer("--test-address", f"127.0.0.1:{free_port}", {}, hard_fail=True)
+    assert closes(server)
+    assert not listens(free_port)
 
 
-def test_a_source_whose_thread_has_ended_turns_it_red() -> None:
-    """A fault of ours that a restart mends; losing what the source reads from is none (HZ-07)."""
-    health = Health(30.0)
-    assert health.healthy()
-    health.depends_on(lambda: False)
-    assert not health.healthy()
+def test_it_closes_also_while_it_gets_its_port_at_last(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebpflb.health.BIND_RETRY_S", 0.0)
+    bind, bound = HttpServer._bind, threading.Event()
+
+    def slow(
+        self: HttpServer, *, hard_fail: bool, quiet: bool = False
+    ) -> ThreadingHTTPServer | None:
+        if not quiet:
+            return None
+        server = bind(self, hard_fail=hard_fail)
+        bound.set()
+        self._closing.wait()
+        return server
+
+    monkeypatch.setattr(HttpServer, "_bind", slow)
+    server = HttpServer("--test-address", f"127.0.0.1:{free_port}", {}, hard_fail=False)
+    bound.wait()
+    assert closes(server)
+    assert not listens(free_port)

@@ -291,8 +291,8 @@ def test_connections_are_those_of_the_slot() -> None:
 
 
 def test_a_probe_is_shown_for_the_hooks_that_met_one() -> None:
-    entries = [bytes(16)] * abi.CONSTANTS["HOOK_COUNT"]
-    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 3)
+    entries = [bytes(abi.LAYOUTS["probe"].size)] * abi.CONSTANTS["HOOK_COUNT"]
+    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 44, 3)
     assert rows.probe_rows(entries) == [ProbeRow("connect6", 44, 3)]
 
 

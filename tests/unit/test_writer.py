@@ -213,6 +213,59 @@ def test_an_affinity_that_is_switched_on_finds_its_members_there() -> None:
     assert read(bench.tables).members == ()
 
 
+def test_a_new_service_comes_through_a_stream_of_deletions() -> None:
+    """Every deletion makes insertions wait for a grace period: they must take turns."""
+    bench = Bench()
+    leaving = [planned(number) for number in range(1, 40)]
+    bench.settle(*leaving)
+    changed: set[ServicePortName] = set()
+    rounds = 0
+    while "ns/s50" not in bench.served():
+        gone = leaving.pop()
+        rounds += 1
+        assert rounds < 6, "it starves"
+        changed |= {gone.name, name(50)} if rounds == 1 else {gone.name}
+        report = bench.writer.sync(plan(*leaving, *([planned(50)] if rounds > 1 else [])), changed)
+        changed = {*report.deferred, name(50)}
+        bench.grace()
+    bench.settle(*leaving, planned(50))
+    assert bench.differences(*leaving, planned(50)) == []
+
+
+def test_an_address_that_a_service_gives_up_does_not_wait_for_that_services_backends() -> None:
+    bench = Bench(backends=10)
+    one, two = planned(1, 4), planned(2, 1)
+    bench.settle(one)
+    bigger = planned(1, 20)
+    without = PlannedPort(
+        **{f: getattr(bigger, f) for f in bigger.__struct_fields__} | {"frontends": ()}
+    )
+    taker = PlannedPort(
+        **{f: getattr(two, f) for f in two.__struct_fields__} | {"frontends": one.frontends}
+    )
+    assert list(bench.settle(without, taker)) == ["ns/s1"]
+    assert bench.served() == {"ns/s2"}
+
+
+def test_an_external_range_at_the_first_slot_outlives_a_restart() -> None:
+    """An empty internal scope has base 0 too, and is not the same range."""
+    bench = Bench()
+    inside = planned(1)
+    chosen = inside.internal.backends
+    outside = PlannedPort(
+        **{f: getattr(inside, f) for f in inside.__struct_fields__}
+        | {
+            "internal": Selection(Verdict.DROP, ()),
+            "external": Selection(Verdict.FORWARD, chosen),
+        }
+    )
+    bench.settle(outside)
+    used = bench.writer.slots_used
+    bench.restart()
+    assert bench.writer.slots_used == used == 2
+    assert bench.writer.sync(plan(outside), None).writes == 0
+
+
 # --- a start on maps that something else has been at -------------------------------------------
 
 
@@ -279,7 +332,8 @@ def test_damage_is_repaired_and_the_other_services_stay_as_they_are(
         bench.restart()
     else:
         assert not bench.writer.matches()
-        bench.writer.restore()
+        bench.writer.mend_names()
+        bench.restart()
     bench.settle(*ports)
     bench.tables._look = look  # type: ignore[method-assign]
     bench.settle(*ports)

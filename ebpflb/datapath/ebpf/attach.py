@@ -83,8 +83,18 @@ class Attachment:
         Returns how many links were made or changed. Raises DatapathError, fatal where a foreign
         program keeps ours off the cgroup.
         """
-        self._links.mkdir(mode=0o700, exist_ok=True)
-        cgroup_fd = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._links.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError as error:
+            raise _os_error("create", self._links, error, _not_ours(self._links)) from None
+        except OSError as error:
+            hint = "make its folder again, or restart the agent"
+            raise _os_error("create", self._links, error, hint) from None
+        try:
+            cgroup_fd = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            hint = "make it again, or restart the agent with another --cgroup"
+            raise _os_error("open", self._cgroup, error, hint) from None
         try:
             return sum(
                 self._ensure(hook, programs[hook.name], cgroup_fd)
@@ -122,6 +132,8 @@ class Attachment:
         try:
             path.unlink(missing_ok=True)  # ours is attached already: no gap
             libbpf.obj_pin(link_fd, str(path))
+        except OSError as error:
+            raise _os_error("replace", path, error, _not_ours(path)) from None
         finally:
             os.close(link_fd)
         return True
@@ -150,11 +162,14 @@ class Attachment:
         return [self._look(hook) for hook in HOOKS]
 
     def _look(self, hook: Hook) -> Attached:
+        path = self._links / hook.name
         try:
-            link_fd = libbpf.obj_get(str(self._links / hook.name))
+            link_fd = libbpf.obj_get(str(path))
         except DatapathError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return Attached(hook.name, 0, "", frozenset(), "not attached")
+            if error.errno == errno.EACCES and _is_folder(path):  # what the kernel says of those
+                return Attached(hook.name, 0, "", frozenset(), "the pin is a folder")
             raise
         try:
             kind = libbpf.fd_kind(link_fd)
@@ -184,13 +199,20 @@ class Attachment:
             return f"{self._cgroup} is gone"
         return "" if link.cgroup_id == ours else f"attached to another cgroup than {self._cgroup}"
 
-    def differences(self) -> list[Difference]:
-        """Each hook that does not run a program of ours."""
-        return [
-            Difference("", f"hook {one.hook}", "program", "attached", one.problem)
-            for one in self.look()
-            if one.problem
-        ]
+    def differences(self, our_map_ids: frozenset[int] = frozenset()) -> list[Difference]:
+        """Each hook that does not run a program of ours.
+
+        With the kernel's ids of our maps also each whose program runs on none or on others.
+        """
+        found = []
+        for one in self.look():
+            where = f"hook {one.hook}"
+            if one.problem:
+                found.append(Difference("", where, "program", "attached", one.problem))
+            elif our_map_ids and not (one.map_ids and one.map_ids <= our_map_ids):
+                uses = f"program {one.prog_id} uses {'others' if one.map_ids else 'none'}"
+                found.append(Difference("", where, "maps", "those pinned", uses))
+        return found
 
 
 def _prog_info(prog_id: int) -> libbpf.ProgInfo | None:
@@ -202,6 +224,24 @@ def _prog_info(prog_id: int) -> libbpf.ProgInfo | None:
         return libbpf.prog_info(fd)
     finally:
         os.close(fd)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _not_ours(path: Path) -> str:
+    remove = "rmdir" if _is_folder(path) else "rm"
+    return f"it is not ours: remove it ({remove} {path}) or choose another --pin-path"
+
+
+def _os_error(operation: str, path: Path, error: OSError, hint: str) -> DatapathError:
+    forbidden = error.errno in (errno.EPERM, errno.EACCES)
+    hint = "needs root" if forbidden else hint
+    return DatapathError(operation, str(path), error.errno or 0, hint=hint, fatal=forbidden)
 
 
 def cgroup2_root() -> Path:
@@ -219,9 +259,21 @@ def cgroup2_root() -> Path:
     )
 
 
+def is_root_of_all(cgroup: Path) -> bool:
+    """Whether it is the kernel's own root, not just that of this process's cgroup namespace."""
+    try:
+        return cgroup.stat().st_ino == 1
+    except OSError:
+        return True  # that it cannot be used is said elsewhere
+
+
 def require_cgroup2(path: Path) -> None:
     """Raises DatapathError (fatal) unless ``path`` is a folder of cgroup v2."""
-    if not (path / "cgroup.procs").exists() or not (path / "cgroup.controllers").exists():
+    try:
+        known = all((path / name).exists() for name in ("cgroup.procs", "cgroup.controllers"))
+    except OSError as error:
+        raise _os_error("use", path, error, "") from None
+    if not known:
         raise DatapathError(
             "use",
             str(path),

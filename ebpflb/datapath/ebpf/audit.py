@@ -56,7 +56,7 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
     for member in snapshot.members:
         members[member.id].add(member.key)
 
-    for name in sorted(plan.ports):
+    for name in sorted(plan.ports, key=lambda each: each.sort_key):
         planned = plan.ports[name]
         if name not in entries:
             found.append(Difference(str(name), "ports", _words(name), "programmed", ""))

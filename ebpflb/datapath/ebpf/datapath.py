@@ -72,7 +72,9 @@ class EbpfDatapath:
         self._folder = folder
         self._maps = maps
         self._tables = KernelTables(maps)
+        self._map_ids = frozenset(libbpf.map_info(one.fd, one.name).id for one in maps.values())
         self._settings = maps["settings"].memory()
+        self._probe = maps["probe"].memory()
         self._attachment = Attachment(options.pin_path, options.cgroup)
         self._grace = libbpf.GracePeriod()
         self._grace.wait()  # nobody reads what an earlier writer freed
@@ -81,6 +83,8 @@ class EbpfDatapath:
         self._build = self._plan_build()
         self._programs: Mapping[str, int] | None = None
         self._serving = False
+        self._proved = False
+        self._wake = wake
         self._unrepaired: frozenset[ServicePortName] = frozenset()
         self._fill: dict[str, int] = {}
         if not self._up_to_date():
@@ -107,20 +111,26 @@ class EbpfDatapath:
         """Whether every hook runs a program made from this very text, on these very maps."""
         if self._read_settings().programs != self._build.digest():
             return False
-        ours = {libbpf.map_info(one.fd, one.name).id for one in self._maps.values()}
-        return all(not hook.problem and hook.map_ids <= ours for hook in self._attachment.look())
+        return not self._attachment.differences(self._map_ids)
 
-    def _attach(self) -> None:
-        if self._programs is None and not self._attachment.differences():
+    def _attach(self, *, anew: bool = False) -> None:
+        """Attach what was compiled; with ``anew`` compile again where nothing is at hand."""
+        if self._programs is None and not anew:
             return
-        if self._programs is None:
-            self._programs = loader.load(self._build)
-        self._write_settings(programs=0)
-        changed = self._attachment.ensure(self._programs)
-        self._write_settings(programs=self._build.digest())
-        for fd in self._programs.values():
-            os.close(fd)
+        programs = self._programs or loader.load(self._build)
         self._programs = None
+        try:
+            for name, fd in programs.items():
+                if not libbpf.prog_info(fd).map_ids <= self._map_ids:
+                    raise DatapathError(
+                        "attach", name, hint="it was made for other maps than those that are open"
+                    )
+            self._write_settings(programs=0)
+            changed = self._attachment.ensure(programs)
+            self._write_settings(programs=self._build.digest())
+        finally:
+            for fd in programs.values():
+                os.close(fd)
         _log.info("attached", cgroup=str(self._options.cgroup), links_changed=changed)
 
     def _serve(self) -> None:
@@ -131,17 +141,17 @@ class EbpfDatapath:
             options=json.dumps(dict(self._options.agent), sort_keys=True).encode(),
         )
         self._attach()
-        netns = self._probe()
-        self._write_settings(host_netns=netns)
+        self._prove()
         for name in self._folder.remove_others(self._maps):
             _log.info("removed the map of another version or size", map=name)
         self._serving = True
 
-    def _probe(self) -> int:
-        """A connect of our own through the hooks; returns this network namespace's cookie.
+    def _prove(self) -> None:
+        """A connect of our own through the hooks; it tells this network namespace's cookie too.
 
         Raises DatapathError (fatal) when the hooks do not run for this process.
         """
+        self._proved = False
         cookies = set()
         for family, kind, hook in (
             (Family.IPV4, socket.AF_INET, "HOOK_CONNECT4"),
@@ -151,12 +161,14 @@ class EbpfDatapath:
                 probe = socket.socket(kind, socket.SOCK_DGRAM)
             except OSError:
                 continue  # a kernel without this family
+            slot = abi.CONSTANTS[hook] * PROBE.size
             with probe:
+                cookie = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))[0]
+                # Anybody may dial that address; the program answers to this socket alone.
+                self._probe.words[(slot + PROBE.offsets["expected"]) // 8] = cookie
                 with contextlib.suppress(OSError):
                     probe.connect((format_address(PROBE_ADDRESSES[family]), PROBE_PORT))
-                cookie = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))[0]
-            key = struct.pack("=I", abi.CONSTANTS[hook])
-            seen: Any = PROBE.unpack(self._maps["probe"].lookup(key) or bytes(PROBE.size))
+            seen: Any = PROBE.unpack(self._probe.view[slot : slot + PROBE.size])
             if seen.socket != cookie:
                 raise DatapathError(
                     "verify",
@@ -167,7 +179,8 @@ class EbpfDatapath:
                     fatal=True,
                 )
             cookies.add(seen.netns)
-        return int(cookies.pop())
+        self._write_settings(host_netns=int(cookies.pop()))
+        self._proved = True
 
     # --- settings -------------------------------------------------------------------------------
 
@@ -196,20 +209,52 @@ class EbpfDatapath:
         return report
 
     def audit(self, plan: Plan) -> list[Difference]:
-        found = self._attachment.differences()
-        if found:
-            self._attach()
-            self._probe()
-        if not self._writer.matches():
-            found += audit.differences(plan, read(self._tables)) or [
-                Difference("", "maps", "left-overs", "", "entries that nothing leads to")
-            ]
-            self._grace.wait()
-            self._writer.restore()
-            report = self._writer.sync(plan, None)
-            # What must wait for the kernel, or failed, is the next sync's; the gate asks for one.
-            self._unrepaired = report.deferred | report.failed.keys()
+        try:
+            found = self._audit_programs()
+        finally:
+            # Whatever is wrong with the programs, the maps are looked after.
+            maps = self._audit_maps(plan)
+        return found + maps
+
+    def _audit_programs(self) -> list[Difference]:
+        found = self._pin_differences() + self._attachment.differences(self._map_ids)
+        if found or not self._proved:
+            self._pin()
+            self._attach(anew=bool(found))
+            self._prove()
         return found
+
+    def _audit_maps(self, plan: Plan) -> list[Difference]:
+        if self._writer.matches():
+            return []
+        found = audit.differences(plan, read(self._tables)) or [
+            Difference("", "maps", "left-overs", "", "entries that nothing leads to")
+        ]
+        self._writer.mend_names()
+        self._grace.wait()
+        self._writer = Writer(self._tables, self._gate)
+        report = self._writer.sync(plan, None)
+        # What must wait, or failed, is the next sync's, and there is to be one.
+        self._unrepaired = report.deferred | report.failed.keys()
+        if self._unrepaired:
+            self._wake()
+        return found
+
+    # --- pins -----------------------------------------------------------------------------------
+
+    def _pin_differences(self) -> list[Difference]:
+        return [
+            Difference("", one.name, "pin", str(one.path), "")
+            for one in self._maps.values()
+            if not one.path.exists()
+        ]
+
+    def _pin(self) -> None:
+        """Pin again what somebody unpinned: bcc would make a map of its own where a pin is gone."""
+        self._folder.create()
+        for one in self._maps.values():
+            if not one.path.exists():
+                libbpf.obj_pin(one.fd, str(one.path))
 
     def counters(self) -> dict[str, int]:
         """What the programs counted since the maps were made, by name. Any thread may ask."""
@@ -218,9 +263,7 @@ class EbpfDatapath:
 
     def fill(self) -> dict[str, tuple[int, int]]:
         """(entries in use, entries in all) by map. Any thread may ask."""
-        used = self._fill | {
-            name: sum(1 for _ in self._maps[name].items()) for name in ("affinity", "udp_conn")
-        }
+        used = self._fill | {name: self._maps[name].count() for name in ("affinity", "udp_conn")}
         return {name: (count, self._maps[name].max_entries) for name, count in used.items()}
 
     def _note_fill(self) -> None:
@@ -237,6 +280,7 @@ class EbpfDatapath:
         self._gate.close()
         self._grace.close()
         self._settings.close()
+        self._probe.close()
         self._tables.close()
         for one in self._maps.values():
             one.close()

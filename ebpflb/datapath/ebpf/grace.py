@@ -11,6 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from ebpflb.errors import DatapathError
+from ebpflb.logs import Log
+
+_log = Log("grace")
+
+RETRY_S = 1.0
+
 
 class Gate(Protocol):
     def ticket(self) -> int:
@@ -59,6 +66,13 @@ class KernelGate:
                 if self._closed:
                     return
                 drawn = self._drawn
-            self._wait()
+            try:
+                self._wait()
+            except DatapathError as error:
+                # Nothing may be used again before this has worked; a thread less would freeze all.
+                _log.error("no grace period; trying again", reason=str(error), retry_s=RETRY_S)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, timeout=RETRY_S)
+                continue
             self._done = drawn
             self._wake()

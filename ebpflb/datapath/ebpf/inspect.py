@@ -8,8 +8,8 @@ maps should hold.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +19,8 @@ from typing import Final
 
 import msgspec
 
-from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi, libbpf, rows
-from ebpflb.datapath.ebpf.attach import Attachment
-from ebpflb.datapath.ebpf.maps import Map, PinFolder
+from ebpflb.datapath.ebpf.maps import Map, PinFolder, lock_holder
 from ebpflb.datapath.ebpf.rows import PROBE, SETTINGS, Row
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
@@ -214,15 +212,17 @@ def opened(pin_path: Path) -> Iterator[Inspector]:
 
     Raises DatapathError: nothing is pinned, another version is, or (fatal) it may not be read.
     """
-    if not is_there(pin_path):
-        raise _nothing(pin_path)
-    if not any(path.name.rpartition("-")[0] in abi.MAPS for path in pin_path.iterdir()):
+    if not is_there(pin_path) or not any(map(_is_pin, pin_path.glob("*-*"))):
         raise _nothing(pin_path)
     inspector = Inspector(PinFolder(pin_path).open_existing())
     try:
         yield inspector
     finally:
         inspector.close()
+
+
+def _is_pin(path: Path) -> bool:
+    return path.name.rpartition("-")[0] in abi.MAPS
 
 
 def _nothing(pin_path: Path) -> DatapathError:
@@ -234,43 +234,24 @@ def _nothing(pin_path: Path) -> DatapathError:
     )
 
 
-# --- who runs on the maps, and who writes them --------------------------------------------------
+# --- who writes them -----------------------------------------------------------------------------
 
-
-def foreign_maps(kernel: Inspector, attachment: Attachment) -> list[Difference]:
-    """Each hook whose program runs on other maps than those that are pinned."""
-    ours = kernel.map_ids()
-    return [
-        Difference(
-            "", f"hook {one.hook}", "maps", "those pinned", f"program {one.prog_id} uses others"
-        )
-        for one in attachment.look()
-        if not one.problem and not one.map_ids <= ours
-    ]
+_PROCESS: Final = re.compile(r"\(process (\d+)\)")
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds the lock of a pin folder; ``process`` is None where that cannot be seen."""
+    """The process that holds the lock of a pin folder."""
 
-    process: int | None
+    process: int
 
 
 def holder(pin_path: Path) -> Holder | None:
-    """The one writer of this folder, if any, asked without being in its way."""
-    status = pin_path.stat()
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    for line in Path("/proc/locks").read_text().splitlines():
-        fields = line.split()
-        if "FLOCK" in fields and "WRITE" in fields and wanted in fields and "->" not in fields:
-            return Holder(int(fields[fields.index("WRITE") + 1]))
-    # A process outside of this pid namespace is not listed there, but its lock still holds.
-    fd = os.open(pin_path, os.O_RDONLY | os.O_DIRECTORY)
+    """The one writer of this folder, if one can be seen from this pid namespace.
+
+    Only looked up: to try the lock would be in the way of whoever takes it at that moment.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return Holder(None)
-        raise
-    finally:
-        os.close(fd)
-    return None
+        seen = _PROCESS.search(lock_holder(pin_path))
+    except FileNotFoundError:
+        return None  # the folder went meanwhile
+    return Holder(int(seen.group(1))) if seen else None

@@ -237,17 +237,38 @@ def update_batch(fd: int, name: str, items: Sequence[tuple[bytes, bytes]]) -> No
 
 def items(fd: int, name: str, key_size: int, value_size: int) -> Iterator[tuple[bytes, bytes]]:
     """Every entry of a hash map, in no order; entries written meanwhile may be missing."""
+    for keys, values, count in _batches(fd, name, key_size, value_size):
+        all_keys, all_values = keys.raw, values.raw
+        for i in range(count):
+            yield (
+                all_keys[i * key_size : (i + 1) * key_size],
+                all_values[i * value_size : (i + 1) * value_size],
+            )
+
+
+def count(fd: int, name: str, key_size: int, value_size: int) -> int:
+    """How many entries a hash map has."""
+    return sum(count for _, _, count in _batches(fd, name, key_size, value_size))
+
+
+_Bytes = ctypes.Array[ctypes.c_char]
+
+
+def _batches(
+    fd: int, name: str, key_size: int, value_size: int
+) -> Iterator[tuple[_Bytes, _Bytes, int]]:
+    """The keys, the values and the number of entries of each batch."""
     size = 1024
-    token_in: ctypes.Array[ctypes.c_char] | None = None
+    token_in: _Bytes | None = None
     token_out = ctypes.create_string_buffer(max(key_size, 4))
     opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
     while True:
         keys = ctypes.create_string_buffer(size * key_size)
         values = ctypes.create_string_buffer(size * value_size)
-        count = ctypes.c_uint32(size)
+        entries = ctypes.c_uint32(size)
         result = int(
             _lib().bpf_map_lookup_batch(
-                fd, token_in, token_out, keys, values, ctypes.byref(count), ctypes.byref(opts)
+                fd, token_in, token_out, keys, values, ctypes.byref(entries), ctypes.byref(opts)
             )
         )
         if result == -errno.ENOSPC:
@@ -255,12 +276,7 @@ def items(fd: int, name: str, key_size: int, value_size: int) -> Iterator[tuple[
             continue
         if result < 0 and result != -errno.ENOENT:
             raise _error("read map", name, -result)
-        all_keys, all_values = keys.raw, values.raw
-        for i in range(count.value):
-            yield (
-                all_keys[i * key_size : (i + 1) * key_size],
-                all_values[i * value_size : (i + 1) * value_size],
-            )
+        yield keys, values, entries.value
         if result == -errno.ENOENT:
             return
         token_in = ctypes.create_string_buffer(token_out.raw, len(token_out))

@@ -85,6 +85,10 @@ class Map:
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         return libbpf.items(self.fd, self.name, self.spec.key.size, self.spec.value.size)
 
+    def count(self) -> int:
+        """Entries in use of a hash map."""
+        return libbpf.count(self.fd, self.name, self.spec.key.size, self.spec.value.size)
+
     def memory(self) -> libbpf.MappedArray:
         return libbpf.MappedArray(
             self.fd, self.name, value_size=self.spec.value.size, max_entries=self.max_entries
@@ -201,10 +205,12 @@ class PinFolder:
                 fd = _open_checked(spec, path, entries[spec.name])
                 found[spec.name] = Map(spec, fd, path, entries[spec.name])
         if not found.keys() >= _TOGETHER:
+            # Of any size and layout: one that stayed behind would be of another generation of ids.
+            for path in self.path.glob("*-*"):
+                if path.name.rpartition("-")[0] in _TOGETHER:
+                    path.unlink()
             for name in _TOGETHER & found.keys():
-                one = found.pop(name)
-                one.path.unlink()
-                one.close()
+                found.pop(name).close()
         return {
             spec.name: found.get(spec.name) or self._create(spec, entries[spec.name])
             for spec in abi.MAPS.values()
@@ -314,7 +320,10 @@ def _try_lock(fd: int) -> bool:
 
 def lock_holder(path: Path) -> str:
     """Who holds the lock on ``path``, as far as /proc can tell from here."""
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return "another ebpflb"
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()

@@ -21,13 +21,17 @@ class Range(NamedTuple):
     def end(self) -> int:
         return self.base + self.size
 
+    def overlaps(self, other: Range) -> bool:
+        return self.base < other.end and other.base < self.end
+
 
 class Ranges:
-    """The free slots of an array of ``size``. Free neighbours are always one range."""
+    """The free slots of an array of ``size``: ``free`` in all. Neighbours are always one range."""
 
     def __init__(self, size: int, taken: Iterable[Range] = ()) -> None:
         """Raises ValueError when two of ``taken`` overlap or one lies outside."""
         self.size = size
+        self.free = 0
         self._free: list[Range] = []  # by base
         self._by_size: list[tuple[int, int]] = []  # (size, base) of the same
         at = 0
@@ -37,11 +41,6 @@ class Ranges:
             self._add(Range(at, one.base - at))
             at = one.end
         self._add(Range(at, size - at))
-
-    @property
-    def free(self) -> int:
-        """Slots that are free, in all."""
-        return sum(one.size for one in self._free)
 
     @property
     def largest(self) -> int:
@@ -75,10 +74,12 @@ class Ranges:
         self._add(one)
 
     def _add(self, one: Range) -> None:
+        self.free += one.size
         if one.size:
             insort(self._free, one)
             insort(self._by_size, (one.size, one.base))
 
     def _remove(self, one: Range) -> None:
+        self.free -= one.size
         del self._free[bisect_left(self._free, one)]
         del self._by_size[bisect_left(self._by_size, (one.size, one.base))]

@@ -125,7 +125,10 @@ class MemberRow(Row, frozen=True):
 
 
 class UdpConnRow(Row, frozen=True):
-    """A connected UDP socket and its backend; with port 0 it was refused. Cookies are numbers."""
+    """A connected UDP socket and its backend, or port 1 of the loopback where it was refused.
+
+    Cookies are numbers.
+    """
 
     socket: int
     netns: int

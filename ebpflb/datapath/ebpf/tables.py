@@ -42,6 +42,7 @@ KINDS: Mapping[int, FrontendKind] = {
     abi.CONSTANTS["KIND_LOAD_BALANCER"]: FrontendKind.LOAD_BALANCER,
 }
 KIND_PROBE = abi.CONSTANTS["KIND_PROBE"]
+PORT_IPV6 = abi.CONSTANTS["PORT_IPV6"]
 
 
 class Table(Protocol):

@@ -32,6 +32,7 @@ from ebpflb.datapath.ebpf.encode import (
     Encoded,
     Slots,
     encode,
+    encode_frontend,
     probe_frontends,
 )
 from ebpflb.datapath.ebpf.grace import Gate
@@ -47,6 +48,7 @@ from ebpflb.datapath.ebpf.tables import (
     KIND_PROBE,
     MAX_COUNT,
     PORT,
+    PORT_IPV6,
     SCOPES,
     Table,
     Tables,
@@ -129,7 +131,10 @@ class _Retired:
 
 
 class Writer:
-    """The one writer of the tables. Begins with what is there; writes nothing before a sync."""
+    """The one writer of the tables. Begins with what is there; writes nothing before a sync.
+
+    Whoever makes one sees to it that a grace period has passed since the last writer.
+    """
 
     def __init__(self, tables: Tables, gate: Gate) -> None:
         self._tables = tables
@@ -146,7 +151,7 @@ class Writer:
         self._stray_names: set[int] = set()
         self._probe_missing: dict[bytes, bytes] = {}
         self._writes = 0
-        self.restore()
+        self._restore()
 
     @property
     def programmed(self) -> Collection[ServicePortName]:
@@ -163,13 +168,9 @@ class Writer:
 
     # --- start: what is there -------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Learn what the tables hold. What makes no sense is marked to be removed by a sync.
-
-        The caller sees to it that a grace period has passed since the last writer.
-        """
+    def _restore(self) -> None:
+        """Learn what the tables hold. What makes no sense is marked to be removed by a sync."""
         tables = self._tables
-        self._ports, self._owner, self._retired = {}, {}, []
         names = read_names(tables)
         frontends = read_frontends(tables)
         used: dict[int, int] = {}
@@ -178,7 +179,6 @@ class Writer:
 
         strays = self._restore_ports(names, used)
         by_id = {port.id: port for port in self._ports.values()}
-        self._stray_frontends = set()
         for frontend in frontends:
             owner = by_id.get(frontend.id)
             if owner is not None and frontend.kind != KIND_PROBE:
@@ -188,7 +188,6 @@ class Writer:
                 self._owner[frontend.key] = owner.name
             elif frontend.kind != KIND_PROBE or frontend.key not in probe_frontends():
                 self._stray_frontends.add(frontend.key)
-        self._stray_members = set()
         members: dict[int, set[bytes]] = defaultdict(set)
         for member in read_members(tables):
             port = by_id.get(member.id)
@@ -203,7 +202,6 @@ class Writer:
         self._probe_missing = {k: v for k, v in probe_frontends().items() if k not in there}
 
         self._free = Ranges(tables.backend_entries, self._restore_ranges())
-        self._frontends_quiet_at = 0
         for port in strays:
             self._retired.append(_Retired(self._gate.ticket(), [], port, dying=True))
 
@@ -249,18 +247,28 @@ class Writer:
         """Adopt the ranges whose slots are all the service port's own; the rest is rewritten."""
         for port in self._ports.values():
             internal, external = (unpack_word(one.word) for one in port.scopes)
-            self._adopt(port, INTERNAL, Range(internal.base, internal.length + port.draining))
-            if external.base != internal.base:
-                self._adopt(port, EXTERNAL, Range(external.base, external.length))
+            outside = Range(external.base, external.length)
+            whole = Range(internal.base, internal.length + port.draining)
+            is_shared = whole.size > 0 and external.base == internal.base
+            if not is_shared:
+                self._adopt(port, EXTERNAL, outside)
+            # `draining` is stored before the word, so after a crash it may reach into what follows.
+            # What is published must never count as free; it is rewritten all the same.
+            if (is_shared or not whole.overlaps(outside)) and self._adopt(port, INTERNAL, whole):
+                continue
+            if self._adopt(port, INTERNAL, Range(internal.base, internal.length)):
+                port.set(INTERNAL, port.scopes[INTERNAL]._replace(raw=b""))
         return _without_overlaps(self._ports.values())
 
-    def _adopt(self, port: Programmed, scope: int, one: Range) -> None:
+    def _adopt(self, port: Programmed, scope: int, one: Range) -> bool:
         if not one.size or one.end > self._tables.backend_entries:
-            return
+            return False
         raw = self._tables.read_backends(one.base, one.size)
         owners = memoryview(raw).cast("I")[BACKEND.offsets["owner"] // 4 :: BACKEND.size // 4]
-        if all(owner == port.id for owner in owners):
-            port.set(scope, Published(port.scopes[scope].word, one, raw))
+        if any(owner != port.id for owner in owners):
+            return False
+        port.set(scope, Published(port.scopes[scope].word, one, raw))
+        return True
 
     # --- sync -----------------------------------------------------------------------------------
 
@@ -278,20 +286,22 @@ class Writer:
         if changed is None:
             self._drop_strays(deletes)
             inserts |= self._probe_missing
-        for name in sorted(names):
+        for name in sorted(names, key=lambda each: each.sort_key):
             planned = plan.ports.get(name)
             if planned is None:
-                port = self._ports.get(name)
-                if port is not None:
-                    deletes |= port.frontends.keys()
+                deletes |= self._frontends_of(name)
                 continue
             try:
                 encoded = self._program(planned)
-            except _NotYetError:
-                deferred.add(name)
-                continue
-            except DatapathError as error:
-                failed[name] = error
+            except (_NotYetError, DatapathError) as error:
+                if isinstance(error, DatapathError):
+                    failed[name] = error
+                else:
+                    deferred.add(name)
+                # What it no longer has may be another's: that must not wait for its backends.
+                deletes |= self._frontends_of(name) - {
+                    encode_frontend(frontend) for frontend in planned.frontends
+                }
                 continue
             port = self._ports[name]
             for key, value in encoded.frontends.items():
@@ -302,11 +312,21 @@ class Writer:
                     inserters[key] = name
             deletes |= port.frontends.keys() - encoded.frontends.keys()
 
+        if inserts and not self._is_quiet():
+            # Each delete makes the inserts wait for one more grace period. So that a stream of
+            # them cannot hold up a new Service for ever, they take turns.
+            held = deletes - inserts.keys()
+            deferred |= {self._owner[key] for key in held if key in self._owner}
+            deletes -= held
         waiting = self._insert_frontends(inserts, inserters, failed)
         deferred |= {inserters[key] for key in waiting if key in inserters}
         self._delete_frontends(deletes, failed)
         self._bury([name for name in names if name not in plan.ports])
         return SyncReport(self._writes, failed, frozenset(deferred))
+
+    def _frontends_of(self, name: ServicePortName) -> set[bytes]:
+        port = self._ports.get(name)
+        return set(port.frontends) if port else set()
 
     def _program(self, planned: PlannedPort) -> Encoded:
         """Everything of a service port but its frontends."""
@@ -328,7 +348,8 @@ class Writer:
             raise _full("ports", self._tables.port_entries)
         index = self._indexes[0]
         generation = self._generations[index] % (GENERATIONS - 1) + 1
-        port = Programmed(name, index, make_id(index, generation))
+        flags = PORT_IPV6 if name.family is Family.IPV6 else 0
+        port = Programmed(name, index, make_id(index, generation), flags=flags)
         self._stray_names.add(port.id)  # until all of it is there
         self._update(self._tables.names, "names", [(ID.pack(port.id), text)])
         self._tables.clear_connections(index)
@@ -410,7 +431,7 @@ class Writer:
     def _set_fields(self, port: Programmed, encoded: Encoded) -> None:
         tables = self._tables
         if encoded.affinity_s != port.affinity_s:
-            # Switched off, the seconds stay until no reader of the old word is left: harmless.
+            # A reader of the word before may see it early: a record then lives shorter or longer.
             tables.set_port_field(port.index, _AFFINITY_OFFSET, encoded.affinity_s)
             port.affinity_s = encoded.affinity_s
             self._writes += 1
@@ -433,7 +454,7 @@ class Writer:
         failed: dict[ServicePortName, DatapathError],
     ) -> set[bytes]:
         """Insert what may be inserted now; returns the keys that must wait for a grace period."""
-        if self._gate.done() < self._frontends_quiet_at:
+        if not self._is_quiet():
             return set(inserts)
         # A key that leads elsewhere is deleted by this sync, and free after a grace period.
         waiting = {key for key in inserts if key in self._owner or key in self._stray_frontends}
@@ -447,7 +468,9 @@ class Writer:
             written = []
             for item in ready:  # find whose they are that do not fit
                 try:
-                    self._update(self._tables.frontends, "frontends", [item])
+                    # Written again it would be a replaced value, same as it is.
+                    if self._tables.frontends.lookup(item[0]) != item[1]:
+                        self._update(self._tables.frontends, "frontends", [item])
                     written.append(item)
                 except DatapathError as error:
                     if item[0] in inserters:
@@ -461,9 +484,14 @@ class Writer:
                 self._probe_missing.pop(key, None)
         return waiting
 
+    def _is_quiet(self) -> bool:
+        """Whether nobody can still hold an element that was deleted from `frontends`."""
+        return self._gate.done() >= self._frontends_quiet_at
+
     def _delete_frontends(
         self, keys: set[bytes], failed: dict[ServicePortName, DatapathError]
     ) -> None:
+        deleted = False
         for key in sorted(keys):
             owner = self._owner.get(key)
             try:
@@ -472,12 +500,13 @@ class Writer:
                 if owner is not None:
                     failed[owner] = error
                 continue
+            deleted = True
             self._writes += 1
             if owner is not None:
                 del self._owner[key]
                 self._ports[owner].frontends.pop(key, None)
             self._stray_frontends.discard(key)
-        if keys:
+        if deleted:
             self._frontends_quiet_at = self._gate.ticket()
 
     def _drop_strays(self, deletes: set[bytes]) -> None:
@@ -547,41 +576,39 @@ class Writer:
 
     # --- audit ----------------------------------------------------------------------------------
 
+    def mend_names(self) -> None:
+        """Write the names back that are lost: by them a new writer adopts the service ports."""
+        for port in self._ports.values():
+            name = (ID.pack(port.id), pack_name(port.name))
+            if self._tables.names.lookup(name[0]) != name[1]:
+                self._tables.names.update([name])
+
     def matches(self) -> bool:
         """Whether the tables are, byte for byte, as this writer left them."""
         tables = self._tables
+        dying = [entry.port for entry in self._retired if entry.dying and entry.port]
         frontends = probe_frontends()
         members: set[bytes] = set()
         names: dict[bytes, bytes] = {}
-        dying = [entry.port for entry in self._retired if entry.dying and entry.port]
-        slots = {port.index: port for port in self._ports.values()}
         raw = tables.read_ports()
-        live = {port.index for port in dying}
-        for index in range(tables.port_entries):
-            port = slots.get(index)
-            at = raw[index * PORT.size : (index + 1) * PORT.size]
-            if port is None:
-                if index not in live and PORT.unpack(at).id:
-                    return False
-                continue
-            if at != port.pack():
+        free = bytearray(raw)  # blank out what is ours: the rest must have no id
+        for port in (*self._ports.values(), *dying):
+            at = slice(port.index * PORT.size, (port.index + 1) * PORT.size)
+            if raw[at] != port.pack():
                 return False
+            free[at] = bytes(PORT.size)
             frontends |= port.frontends
             members |= port.members
             names[ID.pack(port.id)] = pack_name(port.name)
-            if any(
-                tables.read_backends(one.range.base, one.range.size) != one.raw
-                for one in port.scopes
-                if one.range
-            ):
-                return False
-        for port in dying:
-            members |= port.members
-        dying_names = {ID.pack(port.id) for port in dying}
+            for one in port.scopes:
+                if one.range and tables.read_backends(*one.range) != one.raw:
+                    return False
+        ids = memoryview(free).cast("I")[PORT.offsets["id"] // 4 :: PORT.size // 4]
         return (
-            dict(tables.frontends.items()) == frontends
+            not any(ids)
+            and dict(tables.frontends.items()) == frontends
             and {key for key, _ in tables.members.items()} == members
-            and {k: v for k, v in tables.names.items() if k not in dying_names} == names
+            and dict(tables.names.items()) == names
         )
 
 
