@@ -23,11 +23,15 @@ from ebpflb.datapath.ebpf import audit, inspect
 from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.inspect import Inspector
 from ebpflb.errors import ConfigError
-from ebpflb.model import Plan, Rejected
+from ebpflb.model import Event, Plan, Rejected
 
 LOOKS: Final = 4
 LOOK_INTERVAL_S: Final = 0.5
 """A sync and the grace period behind it are over long before the last look."""
+
+
+Reader = Callable[[Callable[..., None]], list[Event]]
+"""Reads the source once; what there is to say goes to the function given."""
 
 
 class Truth(msgspec.Struct, frozen=True):
@@ -42,8 +46,14 @@ class Truth(msgspec.Struct, frozen=True):
     "--manifests",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The source of truth: a folder of YAML or JSON files.  [default: the agent's]",
+    help="The source of truth: a folder of YAML or JSON files.  [default: the agent's source]",
 )
+@click.option(
+    "--kubeconfig",
+    metavar="FILE",
+    help="The source of truth: the API server that this file names.  [default: the agent's source]",
+)
+@click.option("--master", metavar="URL", help="The API server, whatever the kubeconfig says.")
 @click.option(
     "--hostname-override",
     metavar="NAME",
@@ -55,6 +65,8 @@ class Truth(msgspec.Struct, frozen=True):
 def check(
     *,
     manifests: Path | None,
+    kubeconfig: str | None,
+    master: str | None,
     hostname_override: str | None,
     output: str,
     pin_path: Path,
@@ -68,14 +80,14 @@ def check(
     """
     with inspect.opened(pin_path) as kernel:
         left = kernel.settings().options
-        directory = _source(manifests, left)
         node = _node(hostname_override, left)
+        read = _reader(_chosen(manifests, kubeconfig, master, left), node)
         attachment = Attachment(pin_path, options.chosen_cgroup(cgroup, left))
         notes = _Notes()
-        truth = load_truth(directory, node, notes)
+        truth = load_truth(read, node, notes)
         found = lasting(
             _differences(truth.plan, kernel, attachment),
-            lambda: _differences(load_truth(directory, node, _silent).plan, kernel, attachment),
+            lambda: _differences(load_truth(read, node, _silent).plan, kernel, attachment),
         )
     notes.say(truth.rejected)
     if output == "json":
@@ -88,16 +100,38 @@ def check(
         raise click.exceptions.Exit(1)
 
 
-def _source(told: Path | None, left: Mapping[str, object]) -> Path:
-    if told is not None:
-        return told
-    known = left.get("manifests")
-    if isinstance(known, str) and known:
-        return Path(known)
+def _chosen(
+    manifests: Path | None,
+    kubeconfig: str | None,
+    master: str | None,
+    left: Mapping[str, object],
+) -> Path | tuple[str, str]:
+    """A folder, or the kubeconfig and the URL of an API server, as told or as the agent was."""
+    if manifests is not None:
+        return manifests
+    if kubeconfig or master:
+        return kubeconfig or "", master or ""
+    if folder := left.get("manifests"):
+        return Path(str(folder))
+    if "kubeconfig" in left:
+        return str(left["kubeconfig"]), str(left.get("master") or "")
     raise ConfigError(
-        "--manifests: nothing to compare with: no source is given, and no agent has left word of "
-        "its own in the maps"
+        "--manifests, --kubeconfig: nothing to compare with: no source is given, and no agent has "
+        "left word of its own in the maps"
     )
+
+
+def _reader(source: Path | tuple[str, str], node: str) -> Reader:
+    if isinstance(source, Path):
+        from ebpflb.sources import manifests
+
+        return lambda notice: manifests.load(source, notice)
+    from ebpflb.sources import cluster
+    from ebpflb.sources.transport import Credentials, Where, load_access
+
+    where = Where(kubeconfig=source[0], master=source[1])
+    credentials = Credentials(lambda: load_access(where))
+    return lambda _notice: cluster.load(credentials, node_name=node)
 
 
 def _node(told: str | None, left: Mapping[str, object]) -> str:
@@ -109,13 +143,12 @@ def _node(told: str | None, left: Mapping[str, object]) -> str:
     return node_name(told)
 
 
-def load_truth(directory: Path, node: str, notice: Callable[..., None]) -> Truth:
-    """Read the source once and plan it. Raises ConfigError where it cannot be read."""
+def load_truth(read: Reader, node: str, notice: Callable[..., None]) -> Truth:
+    """Read the source once and plan it. Raises ConfigError or SourceError where that fails."""
     from ebpflb.planner.plan import Planner
-    from ebpflb.sources import manifests
 
     planner = Planner(node)
-    for event in manifests.load(directory, notice):
+    for event in read(notice):
         planner.apply(event)
     return Truth(planner.update().plan, planner.rejected)
 

@@ -16,7 +16,7 @@ from ebpflb.sources.watch import Timing
 from tests.apiserver.fake import RESOURCES, FakeApiServer, selector
 from tests.builders import NODE
 
-DEADLINE_S = 8.0
+DEADLINE_S = 20.0
 
 QUICK = Timing(
     connect_s=1.0,
@@ -70,7 +70,7 @@ class Consumer:
 
     # --- a source's metrics -----------------------------------------------------------------------
 
-    def received(self, kind: str, size: int) -> None:
+    def received(self, kind: str, size: int) -> None:  # noqa: ARG002 - the protocol's
         with self.changed:
             self.bytes += size
 
@@ -81,7 +81,7 @@ class Consumer:
 
     def event(self, kind: str) -> None: ...
 
-    def listed(self, kind: str, *, again: bool, seconds: float) -> None:
+    def listed(self, kind: str, *, again: bool, seconds: float) -> None:  # noqa: ARG002
         with self.changed:
             self.lists[kind, again] += 1
             self.changed.notify_all()

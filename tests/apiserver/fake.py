@@ -27,10 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
-
-import msgspec
 
 Json = dict[str, Any]
 Resource = Literal["services", "endpointslices", "nodes"]
@@ -278,7 +276,7 @@ class FakeApiServer:
         self.port = 0
         self.up()
 
-    def __enter__(self) -> FakeApiServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -448,12 +446,12 @@ class FakeApiServer:
         )
         with self.changed:
             self.requests.append(request)
-            spoiler = self._spoiler(request)
+            spoiler, handler.released = self._spoiler(request), self._released
             self.changed.notify_all()
         if refusal := self._refusal(request):
             spoiler = refusal
         if isinstance(spoiler, Silence):
-            self._keep_silent()
+            self._keep_silent(handler.released)
             handler.close_connection = True
         elif isinstance(spoiler, Answer):
             handler.status(spoiler)
@@ -464,7 +462,7 @@ class FakeApiServer:
         else:
             self._list(handler, request, spoiler)
 
-    def _refusal(self, request: Request) -> Answer | None:
+    def _refusal(self, request: Request) -> Answer | None:  # noqa: PLR0911 - one for each reason
         resource, query = request.resource, request.query
         if self.tokens is not None and request.headers.get("Authorization") not in self.tokens:
             return Answer(401, "Unauthorized")
@@ -488,9 +486,8 @@ class FakeApiServer:
             return Answer(410, "The provided continue parameter is too old")
         return None
 
-    def _keep_silent(self) -> None:
+    def _keep_silent(self, released: int) -> None:
         with self.changed:
-            released = self._released
             self.changed.wait_for(lambda: self.closing or self._released > released)
 
     def _list(self, handler: _Handler, request: Request, spoiler: Spoiler | None) -> None:
@@ -506,7 +503,7 @@ class FakeApiServer:
                 if spoiler.pause_s:
                     time.sleep(spoiler.pause_s)
             if spoiler.forever:
-                self._keep_silent()
+                self._keep_silent(handler.released)
             handler.chunk(b"")
         else:
             gzipped = self.compresses and "gzip" in request.headers.get("Accept-Encoding", "")
@@ -541,7 +538,11 @@ class FakeApiServer:
         number = next(self._numbers)
         with self.changed:
             self._watchers[number] = request.resource
-            begun = (self._bookmarks[request.resource], self._last_end(request.resource)[0])
+            begun = (
+                self._bookmarks[request.resource],
+                self._last_end(request.resource)[0],
+                handler.released,
+            )
             self.changed.notify_all()
         try:
             for piece in self._events(request, spoiler, *begun):
@@ -557,7 +558,7 @@ class FakeApiServer:
                 self.changed.notify_all()
 
     def _events(
-        self, request: Request, spoiler: Stream, bookmarks: int, end: int
+        self, request: Request, spoiler: Stream, bookmarks: int, end: int, released: int
     ) -> Iterator[bytes | None]:
         """Yield what to send; None: reset the connection."""
         resource, query = request.resource, request.query
@@ -571,7 +572,7 @@ class FakeApiServer:
         while True:
             if armed and sent >= spoiler.after:
                 yield from spoiler.lines
-                yield from self._end(spoiler.end)
+                yield from self._end(spoiler.end, released)
                 if spoiler.end != "go on":
                     return
                 armed = False
@@ -596,7 +597,7 @@ class FakeApiServer:
                 bookmarks = marks
             if ended[0] > end:
                 yield from lines
-                yield from self._end(ended[1])
+                yield from self._end(ended[1], released)
                 return
             if closing:
                 yield None
@@ -616,13 +617,13 @@ class FakeApiServer:
             or self._last_end(resource)[0] > end
         )
 
-    def _end(self, how: str) -> Iterator[bytes | None]:
+    def _end(self, how: str, released: int) -> Iterator[bytes | None]:
         if how in {"half", "half close"}:
             yield b'{"type":"MODIFIED","object":{"kind":"Serv'
         if how in {"half", "cut"}:
             yield None
         if how == "silence":
-            self._keep_silent()
+            self._keep_silent(released)
 
 
 def _lines(change: Change, match: Match) -> Iterator[bytes]:
@@ -701,6 +702,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: _Server
     connection: socket.socket
+    released = 0
 
     def setup(self) -> None:
         if self.server.tls is not None:
@@ -734,7 +736,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def plain(
-        self, code: int, body: bytes, headers: Iterable[tuple[str, str]] = (), *,
+        self,
+        code: int,
+        body: bytes,
+        headers: Iterable[tuple[str, str]] = (),
+        *,
         gzipped: bool = False,
     ) -> None:
         more = dict(headers)
@@ -784,6 +790,7 @@ def cluster(services: int, endpoints: int, padding: int) -> Iterator[Json]:
 
 def slice_of(s: int, endpoints: int, filler: Json, *, turn: int) -> Json:
     """Return the slice of a Service; each turn moves its endpoints."""
+    network = 128 + (1 + turn % 7 if turn else 0)
     return {
         "kind": "EndpointSlice",
         "metadata": {
@@ -796,7 +803,9 @@ def slice_of(s: int, endpoints: int, filler: Json, *, turn: int) -> Json:
         "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
         "endpoints": [
             {
-                "addresses": [f"10.{128 + (turn and 1 + turn % 7)}.{(s * endpoints + e) // 250 % 250}.{e + 1}"],
+                "addresses": [
+                    f"10.{128 + (turn and 1 + turn % 7)}.{(s * endpoints + e) // 250 % 250}.{e + 1}"
+                ],
                 "conditions": {"ready": True, "serving": True, "terminating": False},
                 "nodeName": f"node-{e}",
                 "targetRef": {"kind": "Pod", "namespace": "ns", "name": f"svc-{s}-{e}"},

@@ -14,7 +14,9 @@ from tests.builders import Row, at, endpoint_slice, service, slice_key
 
 BY_SERVICE = "https://10.96.0.1:443"
 KUBERNETES = Told(
-    service("kubernetes", cluster_ips=("10.96.0.1",), ports=(ServicePort("https", Protocol.TCP, 443),))
+    service(
+        "kubernetes", cluster_ips=("10.96.0.1",), ports=(ServicePort("https", Protocol.TCP, 443),)
+    )
 )
 
 

@@ -1,10 +1,11 @@
-"""What is found out of kubeconfigs, service accounts and exec plugins, and what is said of bad ones."""
+"""What is found out of kubeconfigs, service accounts and plugins; what is said of bad ones."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -331,9 +332,7 @@ def test_master_alone_is_nobody(tmp_path: Path) -> None:
     assert (access.server, access.header()) == ("http://127.0.0.1:8080", "")
 
 
-def test_a_service_account_without_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_account_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     assert "token" in problem(Where(service_account=str(tmp_path)))
@@ -346,7 +345,9 @@ def test_the_child_tells_what_it_found(kubeconfig: Kubeconfig, tmp_path: Path) -
     path = kubeconfig(plugin(tmp_path, credential(token="from-plugin")))
     access = load_access(Where(kubeconfig=str(path)))
     assert access == of(path)
-    assert "kubernetes" not in {name.partition(".")[0] for name in loaded_by("ebpflb.sources.cluster")}
+    assert "kubernetes" not in {
+        name.partition(".")[0] for name in loaded_by("ebpflb.sources.cluster")
+    }
 
 
 def loaded_by(module: str) -> list[str]:
@@ -374,7 +375,9 @@ def test_a_plugin_that_hangs_is_given_up(
     monkeypatch.setattr(transport, "LOAD_TIMEOUT_S", 1)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    path = kubeconfig(plugin(tmp_path, f"import time; f = open({str(fifo)!r}, 'w'); time.sleep(99)"))
+    path = kubeconfig(
+        plugin(tmp_path, f"import time; f = open({str(fifo)!r}, 'w'); time.sleep(99)")
+    )
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with pytest.raises(ApiError, match="gave up after 1 s"):

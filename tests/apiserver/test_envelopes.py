@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -28,7 +29,7 @@ objects = st.lists(st.fixed_dictionaries({"metadata": values, "more": values}), 
 
 def cut(data: bytes, at: list[int]) -> list[bytes]:
     edges = sorted({0, len(data), *(each % (len(data) + 1) for each in at)})
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(

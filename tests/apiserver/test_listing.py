@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Final
 
+import msgspec
 import pytest
 
 from ebpflb.model import ObjectKey, Synced, Upserted
@@ -23,8 +25,8 @@ from tests.apiserver.fake import (
 )
 from tests.builders import cluster_ip, service_key, service_object, slice_object
 
-SLICES = "endpointslices"
-SERVICES = "services"
+SLICES: Final = "endpointslices"
+SERVICES: Final = "services"
 
 
 def slices(count: int) -> list[dict[str, object]]:
@@ -170,7 +172,7 @@ def test_no_list_is_no_deletion(
     spoiler: Spoiler, reason: str, server: FakeApiServer, watching: Watching, consumer: Consumer
 ) -> None:
     timing = {"list_silence_s": 0.1} if reason == "silent" else {}
-    watching(timing=watch.msgspec.structs.replace(QUICK, **timing))
+    watching(timing=msgspec.structs.replace(QUICK, **timing))
     consumer.wait_synced()
     server.put(service_object())
     consumer.wait_equal(server)
@@ -279,7 +281,7 @@ def test_a_list_of_50_mb_arrives_though_the_server_makes_no_pages(
     server: FakeApiServer, watching: Watching, consumer: Consumer
 ) -> None:
     server.ignores_limit = True
-    padding = {"note": "},{\"metadata\":" * 800}  # what a piece may be cut at, in a text
+    padding = {"note": '},{"metadata":' * 800}  # what a piece may be cut at, in a text
     many = [slice_object(f"web-{number}") for number in range(5000)]
     for each in many:
         each["metadata"]["annotations"] = padding

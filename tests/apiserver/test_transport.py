@@ -219,9 +219,7 @@ def test_a_401_has_the_credentials_found_out_anew_and_tries_again_at_once(
     """As an exec plugin's: it is run again, once for three watches."""
     tokens = iter(("Bearer one", "Bearer two", "Bearer three"))
     server.tokens = {"Bearer one"}
-    watching(
-        credentials=Credentials(lambda: Access(server=server.url, authorization=next(tokens)))
-    )
+    watching(credentials=Credentials(lambda: Access(server=server.url, authorization=next(tokens))))
     consumer.wait_synced()
     server.wait(lambda: server.watchers("services") == server.watchers("nodes") == 1)
     server.tokens = {"Bearer two"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Final
 
 import msgspec
 import pytest
@@ -37,8 +38,10 @@ from tests.builders import (
     slice_object,
 )
 
-SERVICES = "services"
-SLICES = "endpointslices"
+SERVICES: Final = "services"
+SLICES: Final = "endpointslices"
+
+Labels = dict[str, str | None]
 
 
 def last_query(server: FakeApiServer) -> dict[str, str]:
@@ -65,8 +68,9 @@ def test_a_label_that_says_not_for_us_is_a_deletion(
     server: FakeApiServer, source: ApiSource, consumer: Consumer
 ) -> None:
     """SVC-01, and back; SVC-03 the same for slices."""
-    plain, hidden = {"a": "b"}, {"service.kubernetes.io/service-proxy-name": ""}
-    headless = {"service.kubernetes.io/headless": ""}
+    plain: Labels = {"a": "b"}
+    hidden: Labels = {"service.kubernetes.io/service-proxy-name": ""}
+    headless: Labels = {"service.kubernetes.io/headless": ""}
     server.put(service_object(labels=plain), slice_object())
     consumer.wait_equal(server)
     server.put(service_object(labels=hidden), slice_object(labels=headless))
@@ -429,9 +433,7 @@ def test_pauses_grow_with_each_failure_and_begin_anew_after_a_good_stream(
         attempts.append(attempt)
         return 0.0
 
-    timing = msgspec.structs.replace(
-        QUICK, backoff=backoff, watch_s=(1.0, 1.0), healthy_s=0.2
-    )
+    timing = msgspec.structs.replace(QUICK, backoff=backoff, watch_s=(1.0, 1.0), healthy_s=0.2)
     watch = one_watch(server, consumer, timing)
     server.spoil(Answer(500), times=4)
     for _ in range(4):
@@ -466,7 +468,9 @@ def test_the_pause_doubles_from_a_quarter_of_a_second_to_half_a_minute() -> None
     assert len({default_backoff(3, rng) for _ in range(20)}) == 20
 
 
-def test_storms_of_errors_pass(server: FakeApiServer, source: ApiSource, consumer: Consumer) -> None:
+def test_storms_of_errors_pass(
+    server: FakeApiServer, source: ApiSource, consumer: Consumer
+) -> None:
     for code in (500, 429, 503, 504):
         server.spoil(Answer(code), times=12)
     server.cut()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,13 @@ class Agent:
 
         return self.node.inside(ask)
 
+    def metrics(self) -> dict[str, float]:
+        """Samples by name with labels, as /metrics prints them."""
+        status, body = self.get("/metrics", port=10249)
+        assert status == 200, body
+        samples = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
     def command(
         self, *arguments: str | Path, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
@@ -207,5 +215,5 @@ def _is_fault(line: str) -> bool:
     try:
         entry = json.loads(line)
     except ValueError:
-        return "Traceback" in line or "Error" in line
+        return bool(re.search(r"^Error:|^\S+ (error|critical) |Traceback", line))
     return entry.get("level") in {"error", "critical"} or "Traceback" in line

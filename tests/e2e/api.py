@@ -109,8 +109,12 @@ class Api:
         *,
         content: str = "application/json",
         query: Mapping[str, str] | None = None,
+        raw: bool = False,
     ) -> Any:
-        """The answer as JSON, or as text where it is none. Raises ApiError, or UNREACHABLE."""
+        """The answer as JSON, or as text where it is ``raw`` or none.
+
+        Raises ApiError, or UNREACHABLE.
+        """
         headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content
@@ -126,7 +130,7 @@ class Api:
                 raise
         said: Any = text.decode()
         with contextlib.suppress(ValueError):
-            said = json.loads(text)
+            said = said if raw and status < 400 else json.loads(text)
         if status >= 400:
             told = said if isinstance(said, dict) else {}
             raise ApiError(status, told.get("reason", "?"), told.get("message", str(said)))
@@ -151,6 +155,17 @@ class Api:
             "items"
         ]
         return found
+
+    def version(self, kind: str, *, namespace: str = NAMESPACE) -> str:
+        """The version of the state, from which a watch would go on."""
+        found = self.request("GET", KINDS[kind].path(namespace), query={"limit": "1"})
+        version: str = found["metadata"]["resourceVersion"]
+        return version
+
+    def watched(self, kind: str, *, since: str, namespace: str = NAMESPACE) -> str:
+        """What a watch from that version tells within a second, as it comes."""
+        query = {"watch": "true", "resourceVersion": since, "timeoutSeconds": "1"}
+        return str(self.request("GET", KINDS[kind].path(namespace), query=query, raw=True))
 
     def patch(
         self, kind: str, name: str, change: ApiObject, *, namespace: str = NAMESPACE, sub: str = ""

@@ -189,6 +189,11 @@ class Objects:
         self.api.delete("EndpointSlice", name)
         self._slices.discard(name)
 
+    def secret(self) -> None:
+        """Create something that is no agent's business."""
+        meta = {"name": self.name(), "labels": self.labels}
+        self.api.create({"apiVersion": "v1", "kind": "Secret", "metadata": meta})
+
     def crowd(self, service: Service, count: int, *, shift: int = 0) -> None:
         """Give a Service a slice of many endpoints that nobody has; of another shift, others."""
         points = [
@@ -227,7 +232,7 @@ class Objects:
 
     def clear(self) -> None:
         """Delete all of them."""
-        for kind in ("Service", "Pod", "Endpoints", "EndpointSlice"):
+        for kind in ("Service", "Pod", "Secret", "Endpoints", "EndpointSlice"):
             self.api.delete_all(kind, labels=f"{LABEL}={self._tag}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -37,7 +36,6 @@ class Day(msgspec.Struct):
     world: World
     seed: int
     churn: Churn
-    kubeconfig: Path
     seen: list[Outcome]
     log: str
 
@@ -50,7 +48,7 @@ class Day(msgspec.Struct):
 def day() -> Iterator[Day]:
     seed = random.SystemRandom().randrange(1 << 32)
     with Lab("churn") as lab, World(lab) as world:
-        world.start_agents(log_format="text")
+        world.start_agents("--audit-period", "2s", log_format="text")
         objects = Objects(world.admin)
         churn = Churn(objects, world.backends, services=SERVICES, seed=seed)
         quiet = objects.service(HTTP, DNS).endpoints(*world.backends)
@@ -70,12 +68,11 @@ def day() -> Iterator[Day]:
                 world.cluster.start()
         # Each watch tells in order: who has followed these two has followed everything.
         last = objects.service(HTTP, DNS).endpoints(world.backends[1])
-        reaches(world.client, last.ip, 80, {"be2"}, timeout_s=90.0)
+        reaches(world.client, last.ip, 80, {"be2"})
         quiet.endpoints(world.backends[2])
-        reaches(world.client, quiet.ip, 80, {"be3"}, timeout_s=90.0)
+        reaches(world.client, quiet.ip, 80, {"be3"})
         seen = [loop.stop() for loop in loops]
-        config = lab.folder / "agents.kubeconfig"
-        yield Day(world, seed, churn, config, seen, world.agent.text(since=since))
+        yield Day(world, seed, churn, seen, world.agent.text(since=since))
 
 
 def _deaths(world: World) -> dict[int, list[Callable[[], None]]]:
@@ -99,13 +96,21 @@ def test_nobody_who_dialled_noticed(day: Day) -> None:
 def test_check_finds_nothing(day: Day) -> None:
     """B-99: the API server's truth against the maps, once, with no second chance."""
     said = day.world.agent.command(
-        *("check", "--kubeconfig", day.kubeconfig),
+        *("check", "--kubeconfig", day.world.lab.folder / "n1.kubeconfig"),
         *("--hostname-override", day.world.node.name, "--cgroup", day.world.node.cgroup_root),
         check=False,
     )
     assert said.returncode == 0, said.stdout + said.stderr
     assert "no difference" in said.stdout
     assert said.stderr == ""
+
+
+def test_no_audit_had_anything_to_repair(day: Day) -> None:
+    """Every two seconds, in the middle of all that."""
+    metrics = day.world.agent.metrics()
+    assert metrics["ebpflb_audits_total"] > 2
+    assert metrics["ebpflb_audit_repairs_total"] == 0
+    assert metrics["ebpflb_audit_failures_total"] == 0
 
 
 def test_every_frontend_leads_where_the_day_left_it(day: Day) -> None:

@@ -16,9 +16,8 @@ from ebpflb.lab import Lab
 from tests.e2e.agents import Agent
 from tests.e2e.cluster import AGENT_RULES, write_at_once
 from tests.e2e.objects import Objects, Service
-from tests.e2e.world import World, reaches, refuses
+from tests.e2e.world import FOLLOW_S, World, reaches, refuses
 
-BACK_S = 60.0
 _numbers = itertools.count(1)
 
 # Where a pod finds its credentials, in a view of files that nobody else has.
@@ -101,17 +100,17 @@ def test_a_token_is_rotated(
         place.cluster.revoke(names[0])
         _start_anew(place)
         service.endpoints(place.backends[1])
-        reaches(place.client, service.ip, 80, {"be2"}, timeout_s=BACK_S)
+        reaches(place.client, service.ip, 80, {"be2"})
         assert "401" not in agent.text()
 
         place.cluster.revoke(names[1])
         _start_anew(place)
-        agent.wait_for("api_lost", timeout_s=BACK_S)
+        agent.wait_for("api_lost", timeout_s=FOLLOW_S)
         service.endpoints(place.backends[2])
         assert place.client.tcp(service.ip, 80, count=3).backends == {"be2": 3}
         put(tokens[2])
-        agent.wait_for("api_back", timeout_s=BACK_S)
-        reaches(place.client, service.ip, 80, {"be3"}, timeout_s=BACK_S)
+        agent.wait_for("api_back", timeout_s=FOLLOW_S)
+        reaches(place.client, service.ip, 80, {"be3"})
         assert agent.faults() == []
         assert loop.stop().failed == 0
 
@@ -141,8 +140,8 @@ def test_what_it_may_not_see_is_said_once_and_seen_when_granted(
             else:
                 assert agent.log("synced") == []
             place.cluster.allow_agent()
-            agent.wait_for("api_back", timeout_s=BACK_S)
-            agent.wait_for("synced", timeout_s=BACK_S)
+            agent.wait_for("api_back", timeout_s=FOLLOW_S)
+            agent.wait_for("synced", timeout_s=FOLLOW_S)
             assert len(agent.log("api_lost")) == 1
             reaches(place.client, service.ip, 80, {"be1"})
     finally:
@@ -163,11 +162,11 @@ def test_a_right_that_is_taken_away_leaves_what_was_known(
                 [rule for rule in AGENT_RULES if "endpointslices" not in rule["resources"]]
             )
             _start_anew(place)
-            agent.wait_for("api_lost", resource="EndpointSlice", timeout_s=BACK_S)
+            agent.wait_for("api_lost", resource="EndpointSlice", timeout_s=FOLLOW_S)
             new = objects.service().endpoints(place.backends[1])
-            refuses(place.client, new.ip, 80, timeout_s=BACK_S)
+            refuses(place.client, new.ip, 80)
             place.cluster.allow_agent()
-            reaches(place.client, new.ip, 80, {"be2"}, timeout_s=BACK_S)
+            reaches(place.client, new.ip, 80, {"be2"})
             assert loop.stop().failed == 0
     finally:
         place.cluster.allow_agent()

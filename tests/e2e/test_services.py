@@ -39,12 +39,12 @@ def test_the_api_server_itself_is_reached_by_its_service(world: World) -> None:
 
 
 def test_endpoints_are_followed_up_and_down(world: World, objects: Objects) -> None:
-    """E-S02, E-S07, E-S30: none, one, three, another one, none; in both families."""
+    """E-S02, E-S07, E-S30: none, one, three, another, none; both families, from pods and nodes."""
     be1, be2, be3, be4 = world.backends
     service = objects.service(HTTP, DNS)
     for pods in ([], [be1], [be1, be2, be4], [be3], []):
         service.endpoints(*pods)
-        for client in world.clients:
+        for client in (*world.clients, *world.nodes):
             for ip in service.ips:
                 if not pods:
                     refuses(client, ip, 80)
