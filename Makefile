@@ -1,6 +1,6 @@
 # The front door: `make` alone lists what there is. ARGS is passed on, e.g. make test ARGS='-k udp'.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench-quick clean wheel bpffs
+.PHONY: help setup demo test e2e test-quick lint format bench-quick clean wheel bpffs
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -26,9 +26,13 @@ bpffs: $(STAMP)
 demo: $(STAMP) bpffs ## a small cluster of namespaces on this machine, and what the maps hold
 	@$(SUDO) $(BIN)/ebpflb demo $(ARGS)
 
-test: $(STAMP) bpffs lint ## lint and every test (as root; without it the kernel's tests are skipped)
+test: $(STAMP) bpffs lint ## lint and every test but e2e (without root the kernel's tests are skipped)
 	@echo "[test] every test, in random order"
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest --ignore=tests/e2e $(ARGS)
+
+e2e: $(STAMP) bpffs ## the tests on a real API server; builds it first, which takes a while (root, Go)
+	@echo "[e2e] kube-apiserver, etcd and kube-controller-manager, built once and kept"
+	@$(BIN)/pytest tests/e2e $(ARGS)
 
 test-quick: $(STAMP) ## unit and property tests: no root, seconds
 	@$(BIN)/pytest tests/unit tests/property $(ARGS)

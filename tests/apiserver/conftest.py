@@ -44,11 +44,12 @@ def watching(server: FakeApiServer, consumer: Consumer) -> Iterator[Watching]:
 
         def start(access: Access | None = None, **options: Any) -> ApiSource:
             access = access or Access(server=server.url)
+            usual: dict[str, Any] = {"node_name": NODE, "metrics": consumer, "timing": QUICK}
             source = ApiSource(
                 options.pop("credentials", Credentials(lambda: access, consumer.notice)),
                 options.pop("emit", consumer.emit),
                 consumer.notice,
-                **{"node_name": NODE, "metrics": consumer, "timing": QUICK} | options,
+                **usual | options,
             )
             stack.callback(source.stop)
             source.start()

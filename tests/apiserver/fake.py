@@ -803,9 +803,7 @@ def slice_of(s: int, endpoints: int, filler: Json, *, turn: int) -> Json:
         "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
         "endpoints": [
             {
-                "addresses": [
-                    f"10.{128 + (turn and 1 + turn % 7)}.{(s * endpoints + e) // 250 % 250}.{e + 1}"
-                ],
+                "addresses": [f"10.{network}.{(s * endpoints + e) // 250 % 250}.{e + 1}"],
                 "conditions": {"ready": True, "serving": True, "terminating": False},
                 "nodeName": f"node-{e}",
                 "targetRef": {"kind": "Pod", "namespace": "ns", "name": f"svc-{s}-{e}"},

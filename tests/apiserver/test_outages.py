@@ -95,8 +95,9 @@ def said() -> Said:
 
 
 def test_each_reason_is_told_once_in_an_outage(said: Said) -> None:
-    for reason in ("unreachable", "unreachable", "server_error", "unreachable"):
-        said.failed(reason)  # type: ignore[arg-type]
+    reasons: tuple[Reason, ...] = ("unreachable", "unreachable", "server_error", "unreachable")
+    for reason in reasons:
+        said.failed(reason)
     said.works()
     assert said.lines == [
         ("api_lost", "unreachable"),

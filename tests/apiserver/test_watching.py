@@ -181,7 +181,7 @@ def test_a_bad_object_hurts_itself_alone_and_comes_alive_when_mended(
 def test_an_object_that_cannot_be_named_costs_nobody_anything(
     metadata: object, server: FakeApiServer, source: ApiSource, consumer: Consumer
 ) -> None:
-    server.put({"kind": "EndpointSlice", "metadata": metadata})  # type: ignore[dict-item]
+    server.put({"kind": "EndpointSlice", "metadata": metadata})
     server.put(slice_object("good"))
     consumer.wait(lambda: "good" in consumer.names("EndpointSlice"))
     server.put(slice_object("better"))

@@ -313,10 +313,10 @@ def test_health_and_mode_are_told_as_kube_proxy_tells_them(place: Place) -> None
         (("--map-size", "front=1"), "--map-size front=1: no such size; there are frontends, "),
         (("--map-size", "ports=0"), "--map-size ports=0: must be 1 to 1048576"),
         (("--map-size", "ports"), "--map-size ports: must be NAME=N"),
-        (("--proxy-mode", "ipvs"), "--proxy-mode ipvs: must be one of auto, ebpf, iptables"),
+        (("--proxy-mode", "bpf"), "--proxy-mode bpf: must be one of auto, ebpf, iptables"),
         (("--manifests", "/nowhere/at/all"), "--manifests /nowhere/at/all: No such file"),
         (("--healthz-bind-address", "10256"), "--healthz-bind-address 10256: must be IP:port"),
-        (("--audit-period", "0"), "--audit-period 0.0: must be more than 0"),
+        (("--audit-period", "0"), "--audit-period 0: must be more than 0"),
         (("--no-such-flag",), "No such option"),
     ],
 )
