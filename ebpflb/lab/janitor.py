@@ -124,7 +124,7 @@ def _populated(cgroup: Path) -> bool:
 def _kill(cgroup: Path) -> None:
     try:
         (cgroup / "cgroup.kill").write_text("1")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # nobody may make a file in a cgroup
         _kill_each(cgroup)
 
 

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import platform
+import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ OVERRIDABLE = 1
 BESIDE_OTHERS = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+# Before Linux 5.11 programs and maps are locked memory; libbpf raises the limit by itself.
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 # struct bpf_insn: opcode, registers, offset, immediate
 _EXIT = struct.pack("=BBhi", 0x95, 0, 0, 0)
