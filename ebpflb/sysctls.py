@@ -100,8 +100,14 @@ def _set(path: Path, value: int, *, at_least: bool = False) -> None:
 def _read(path: Path) -> int:
     try:
         return int(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DatapathError("read", path.name, getattr(error, "errno", 0) or 0) from None
+    except OSError as error:
+        forbidden = error.errno in _FORBIDDEN
+        hint = "needs root" if forbidden else ""
+        raise DatapathError(
+            "read", path.name, error.errno or 0, hint=hint, fatal=forbidden
+        ) from None
+    except ValueError:
+        raise DatapathError("read", path.name, hint="it holds no number") from None
 
 
 def set_oom_score_adj(score: int, path: Path = _OOM_SCORE_ADJ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,25 @@ from tests.apiserver.consumer import QUICK, Consumer
 from tests.apiserver.fake import KINDS, FakeApiServer
 from tests.builders import NODE, node_ip, node_object, service_object, slice_object
 
+HERE = Path(__file__).parent
+
 KUBERNETES = service_object("kubernetes", cluster_ips=("10.96.0.1",))
 KUBERNETES_SLICE = slice_object("kubernetes", service="kubernetes")
 THIS_NODE = node_object() | {
     "status": {"addresses": [{"type": "InternalIP", "address": node_ip(1)}]}
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A server that dies in the middle of a word may leave a socket to the garbage collector.
+
+    Python says so at some later moment, in whatever test is running then.
+    """
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            for warning in ("pytest.PytestUnraisableExceptionWarning", "ResourceWarning"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:.*socket:{warning}"))
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:.*SSLSocket:{warning}"))
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ BESIDE_OTHERS = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Before Linux 5.11 programs and maps are locked memory; libbpf raises the limit by itself.
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+with contextlib.suppress(ValueError):  # not allowed, and since then not needed
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 # struct bpf_insn: opcode, registers, offset, immediate
 _EXIT = struct.pack("=BBhi", 0x95, 0, 0, 0)
