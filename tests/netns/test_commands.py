@@ -25,7 +25,7 @@ from ebpflb.datapath.ebpf import abi, inspect, libbpf
 from ebpflb.datapath.ebpf.maps import LINKS, PinFolder, sizes
 from ebpflb.datapath.ebpf.tables import KernelTables
 from ebpflb.datapath.ebpf.writer import Writer
-from ebpflb.lab import Lab, Node
+from ebpflb.lab import Lab, Node, wait_until
 from ebpflb.model import (
     Backend,
     Family,
@@ -523,6 +523,12 @@ def site(lab: Site) -> Site:
     lab.agent.manifests.clear()
     lab.agent.manifests.put(SERVED, UNSERVED)
     lab.agent.settle()
+    # An object that is not served has nothing in the maps by which one could see it go.
+    wait_until(
+        lambda: lab.agent.metrics()["ebpflb_objects_rejected"] == 0,
+        timeout_s=30,
+        what="the agent has seen the bad objects go",
+    )
     return lab
 
 
