@@ -194,6 +194,11 @@ class Agent:
         samples = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
+    def failures(self) -> dict[str, float]:
+        """How often a request to the API server failed, by what its metric's labels say."""
+        name = "ebpflb_api_failures_total"
+        return {key: count for key, count in self.metrics().items() if key.startswith(name)}
+
     def command(
         self, *arguments: str | Path, check: bool = True
     ) -> subprocess.CompletedProcess[str]:

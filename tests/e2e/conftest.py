@@ -20,7 +20,7 @@ from tests.e2e.objects import Objects
 from tests.e2e.world import World
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 NOT_BUILT = pytest.StashKey[str]()
 
 

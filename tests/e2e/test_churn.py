@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -17,15 +16,14 @@ import pytest
 from ebpflb.lab import Lab, Outcome
 from tests.e2e.churn import Churn
 from tests.e2e.objects import DNS, HTTP, Objects
-from tests.e2e.world import World, reaches
+from tests.e2e.world import FULL, World, reaches
 
-FULL: Final = os.environ.get("EBPFLB_TEST_FULL", "") not in {"", "0"}
 CHANGES: Final = 10_000 if FULL else 1_500
 API_DEATHS: Final = 9 if FULL else 3
 ETCD_DEATHS: Final = 3 if FULL else 1
 SERVICES: Final = 60
 PAGE: Final = 60
-TIMEOUT_S: Final = 1500 if FULL else 300
+TIMEOUT_S: Final = 1500 if FULL else 600
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 

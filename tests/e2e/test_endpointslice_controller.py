@@ -13,7 +13,7 @@ import pytest
 from ebpflb.lab import LabError, Loop, Pod, wait_until
 from tests.builders import ApiObject
 from tests.e2e.objects import DNS, HTTP, OTHER, SERVICE_NAME, Objects
-from tests.e2e.world import TCP_PORT, World, reaches, refuses, unserved
+from tests.e2e.world import FOLLOW_S, TCP_PORT, World, reaches, refuses, unserved
 
 HEADLESS = "service.kubernetes.io/headless"
 WEB = {"app": "web"}
@@ -81,7 +81,7 @@ def test_a_pod_that_is_deleted_serves_on_only_while_it_is_the_last(
                 for one in slices_of(world, service.name)
                 for point in one["endpoints"]
             ),
-            timeout_s=20.0,
+            timeout_s=FOLLOW_S,
             what="the controller has seen that it terminates",
         )
         reaches(world.client, service.ip, 80, {"be1"})
@@ -160,7 +160,9 @@ def test_a_service_that_is_labelled_headless_is_served_all_the_same(
     objects.pod(world.backends[0], WEB)
     reaches(world.client, service.ip, 80, {"be1"})
     headless = objects.service(selector=objects.labels, clusterIP="None")
-    wait_until(lambda: slices_of(world, headless.name), timeout_s=20.0, what="its slices are there")
+    wait_until(
+        lambda: slices_of(world, headless.name), timeout_s=FOLLOW_S, what="its slices are there"
+    )
     assert all(HEADLESS in one["metadata"]["labels"] for one in slices_of(world, headless.name))
 
 
@@ -182,7 +184,7 @@ def test_zones_are_kept_to_where_the_service_asks(world: World, objects: Objects
 
 
 def test_endpoints_of_the_old_kind_are_mirrored(world: World, objects: Objects) -> None:
-    """EP-01: somebody writes Endpoints by hand; a controller makes slices of them."""
+    """Somebody writes Endpoints by hand; a controller makes slices of them."""
     service = objects.service()
     subsets = [
         {
@@ -232,6 +234,6 @@ def _answers(loop: Loop, pod: Pod) -> None:
     before = loop.outcome().backends.get(pod.name, 0)
     loop.wait_for(
         lambda one: one.backends.get(pod.name, 0) > before,
-        timeout_s=20.0,
+        timeout_s=FOLLOW_S,
         what=f"{pod.name} is reached",
     )

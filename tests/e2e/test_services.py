@@ -16,7 +16,7 @@ from ebpflb.lab import Namespace, wait_until
 from ebpflb.model import Family
 from tests.e2e.api import ApiError
 from tests.e2e.objects import DNS, HTTP, OTHER, Objects, endpoint
-from tests.e2e.world import OTHER_PORT, TCP_PORT, World, ask, reaches, refuses, unserved
+from tests.e2e.world import FOLLOW_S, OTHER_PORT, TCP_PORT, World, ask, reaches, refuses, unserved
 
 HEADLESS = "service.kubernetes.io/headless"
 PROXY_NAME = "service.kubernetes.io/service-proxy-name"
@@ -75,7 +75,7 @@ def test_replacing_every_endpoint_costs_no_connect(world: World, objects: Object
 
 
 def test_a_service_that_is_made_again_serves_again(world: World, objects: Objects) -> None:
-    """E-S08: under its old address, and its slices were there all the time."""
+    """E-S08, EP-09: under its old address, and its slices were there all the time."""
     service = objects.service().endpoints(world.backends[0])
     reaches(world.client, service.ip, 80, {"be1"})
     service.delete()
@@ -188,7 +188,7 @@ def test_one_number_serves_two_protocols(world: World, objects: Objects) -> None
 
 @pytest.mark.parametrize("family", list(Family), ids=lambda family: family.label)
 def test_a_service_of_one_family(world: World, objects: Objects, family: Family) -> None:
-    """FAM-01"""
+    """FAM-02"""
     service = objects.service(ipFamilyPolicy="SingleStack", ipFamilies=[family.label])
     (ip,) = service.endpoints(*world.backends).ips
     for client in world.clients:
@@ -264,7 +264,7 @@ def test_a_headless_service_has_no_address(world: World, objects: Objects) -> No
 
 
 def test_affinity_is_switched_on_and_off(world: World, objects: Objects) -> None:
-    """E-S24, E-S26, AFF-01"""
+    """E-S24, E-S26, AFF-08, AFF-09"""
     pods = world.backends
     service = objects.service(HTTP, DNS).endpoints(*pods)
     names = {pod.name for pod in pods}
@@ -285,12 +285,12 @@ def _keeps(client: Namespace, ip: str, port: int) -> None:
         seen = client.tcp(ip, port, count=20).backends
         return seen if len(seen) == 1 else {}
 
-    first = wait_until(one, timeout_s=20.0, what=f"{ip} has one backend for {client.name}")
+    first = wait_until(one, timeout_s=FOLLOW_S, what=f"{ip} has one backend for {client.name}")
     assert client.tcp(ip, port, count=20).backends == first
 
 
 def test_only_local_endpoints_where_the_policy_says_so(world: World, objects: Objects) -> None:
-    """E-S32: the node's own; and where there are none, nothing (a drop, not a refusal)."""
+    """E-S32, NOEP-04: the node's own; where there are none, a drop and no refusal."""
     p1, p2 = world.clients
     service = objects.service(internalTrafficPolicy="Local").endpoints(
         world.backends[0], world.backends[3]
@@ -301,7 +301,7 @@ def test_only_local_endpoints_where_the_policy_says_so(world: World, objects: Ob
     service.endpoints(world.backends[0])
     wait_until(
         lambda: p2.tcp(service.ip, 80, timeout_s=0.3).good == 0,
-        timeout_s=20.0,
+        timeout_s=FOLLOW_S,
         what="n2 has no endpoint of its own",
     )
     reaches(p1, service.ip, 80, {"be1"})
@@ -347,7 +347,7 @@ def test_terminating_endpoints_serve_where_none_is_ready(world: World, objects: 
 
 
 def test_many_slices_are_one_service(world: World, objects: Objects) -> None:
-    """EP-03: with one endpoint twice, one that is ready in one slice and not in the other."""
+    """EP-01, EP-02: with one endpoint in two of them."""
     be1, be2, be3, be4 = world.backends
     service = objects.service()
     for part, pods in (("a", [be1, be2]), ("b", [be2, be3]), ("c", [be4])):
@@ -380,7 +380,7 @@ def test_slices_and_their_service_come_in_any_order(
 
 
 def test_a_slice_passes_from_one_service_to_another(world: World, objects: Objects) -> None:
-    """EP-09: the label that names its Service is changed, and taken away."""
+    """EP-01: the label that names its Service is changed, and taken away."""
     one, other = objects.service(), objects.service()
     one.endpoints(world.backends[0])
     reaches(world.client, one.ip, 80, {"be1"})
@@ -392,7 +392,7 @@ def test_a_slice_passes_from_one_service_to_another(world: World, objects: Objec
 
 
 def test_slices_of_names_and_of_no_ports_serve_nobody(world: World, objects: Objects) -> None:
-    """EP-02: they stand beside one that does."""
+    """FAM-06: they stand beside one that does."""
     service = objects.service().endpoints(world.backends[0])
     fqdn = objects.slice_object(service.name, "FQDN")
     fqdn |= {

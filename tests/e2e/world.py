@@ -11,7 +11,8 @@ all that is asserted of a Service: no map is looked at to see whether it is serv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
 from typing import Final, Literal, Self
 
 from ebpflb.lab import Lab, LabError, Namespace, Node, Outcome, wait_until
@@ -24,8 +25,11 @@ TCP_PORT: Final = 8080
 UDP_PORT: Final = 8080
 OTHER_PORT: Final = 9090
 ZONES: Final = ("a", "b")
-FOLLOW_S: Final = 60.0
-"""An agent that could not reach the server a few times lets it rest, as client-go does."""
+FULL: Final = os.environ.get("EBPFLB_TEST_FULL", "") not in {"", "0"}
+"""Whether there is more time than CI has: `make test-full`."""
+
+FOLLOW_S: Final = 120.0
+"""An agent whose streams broke a few times in a row lets the server rest, as client-go does."""
 
 Protocol = Literal["tcp", "udp"]
 
@@ -87,6 +91,18 @@ class World:
             self.agents.append(agent)
         for agent in self.agents:
             agent.serving()
+
+    @contextlib.contextmanager
+    def parted(self) -> Iterator[None]:
+        """No packet passes between the control plane and the nodes; all links seem to be up."""
+        wire = self.lab._wire
+        assert wire is not None
+        port = f"to-{self.cluster.node.name}"
+        wire.links(lambda links: links.ipr.link("set", index=links.index(port), master=0))
+        try:
+            yield
+        finally:
+            wire.links(lambda links: links.set(port, master="wire0"))
 
     def logs(self) -> dict[str, str]:
         """The end of every log, by whose it is."""

@@ -1,3 +1,8 @@
+// The programs that the e2e tests run: tests/e2e/binaries.py builds and keeps them.
+//
+// Another version of Kubernetes: change v1.37.2 (once) and v0.37.2 (in every replace line, which
+// stand in for those that Kubernetes' own go.mod has for its staging modules), see that the
+// replace lines are those of its go.mod, then `go mod tidy`. etcd has a line of its own.
 module ebpflb.invalid/e2e
 
 go 1.26.0
