@@ -1,6 +1,6 @@
 # The front door: `make` alone lists what there is. ARGS is passed on, e.g. make test ARGS='-k udp'.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test e2e test-quick lint format bench-quick clean wheel bpffs
+.PHONY: help setup demo test test-full test-quick e2e lint format bench-quick clean wheel bpffs
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -12,7 +12,7 @@ C_FILES = $(shell find bpf ebpflb tests -path bpf/include -prune -o -name '*.[ch
 ARGS  ?=
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## everything installed; .venv/bin/ebpflb is ready to run
 
@@ -26,11 +26,14 @@ bpffs: $(STAMP)
 demo: $(STAMP) bpffs ## a small cluster of namespaces on this machine, and what the maps hold
 	@$(SUDO) $(BIN)/ebpflb demo $(ARGS)
 
-test: $(STAMP) bpffs lint ## lint and every test but e2e (without root the kernel's tests are skipped)
+test: $(STAMP) bpffs lint ## lint and every test (without root or Go: those that can do without)
 	@echo "[test] every test, in random order"
-	@$(BIN)/pytest --ignore=tests/e2e $(ARGS)
+	@$(BIN)/pytest $(ARGS)
 
-e2e: $(STAMP) bpffs ## the tests on a real API server; builds it first, which takes a while (root, Go)
+test-full: export EBPFLB_TEST_FULL := 1
+test-full: test ## the same, with as many changes and as much patience as CI has no time for
+
+e2e: $(STAMP) bpffs ## only the tests on a real API server, which is built first (root, Go)
 	@echo "[e2e] kube-apiserver, etcd and kube-controller-manager, built once and kept"
 	@$(BIN)/pytest tests/e2e $(ARGS)
 

@@ -42,6 +42,7 @@ from ebpflb.nodelife import is_eligible, why_restart
 from ebpflb.planner.plan import Planner
 from ebpflb.programming import Programming
 from ebpflb.sources.manifests import ManifestSource
+from ebpflb.synclog import SyncLog
 
 _log = Log("agent")
 
@@ -98,6 +99,7 @@ class Loop:
         self._audit_at = float("inf")
         self._sync_at = 0.0  # not before; what waits for it:
         self._is_due = self._woken = self._retry = False
+        self._sync_log = SyncLog()
 
     def put(self, event: Event) -> None:
         self._health.queued()
@@ -229,13 +231,14 @@ class Loop:
             failed=len(self._failed),
         )
         if report.writes or compared_all:
-            _log.info(
-                "synced",
+            self._sync_log.done(
+                self._clock(),
+                duration_s=duration,
                 service_ports=len(update.plan.ports),
                 changed=len(update.changed),
                 writes=report.writes,
-                failed=len(self._failed) or None,
-                ms=round(duration * 1000, 1),
+                failed=len(self._failed),
+                aloud=compared_all,
             )
 
     def _note(
@@ -269,6 +272,7 @@ class Loop:
 
     def _audit(self, datapath: Datapath) -> None:
         self._audit_at = self._clock() + self._audit_period_s
+        self._sync_log.look(self._clock())
         try:
             found = datapath.audit(self._planner.plan)
         except DatapathError as error:  # also a fatal one: what is in force serves on

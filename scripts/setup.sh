@@ -14,7 +14,7 @@ readonly STEPS=5
 # BPF programs include. The rest is for the lab, the tests and the benchmarks (C clients).
 PACKAGES=(
 	python3-bpfcc libbpf1 python3-venv linux-libc-dev
-	iproute2 util-linux gcc libc6-dev make
+	iproute2 util-linux gcc libc6-dev make openssl
 )
 step=0
 

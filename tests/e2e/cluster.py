@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+import yaml
+
 from ebpflb.lab import LabError, Node, addresses, wait_until
 from tests.builders import ApiObject
 from tests.e2e import binaries
@@ -32,16 +34,11 @@ ADMIN_TOKEN: Final = "admin-of-the-lab"
 SYSTEM: Final = "kube-system"
 AGENT: Final = "ebpflb"
 
-AGENT_RULES: Final[Sequence[ApiObject]] = (
-    {"apiGroups": [""], "resources": ["services"], "verbs": ["list", "watch"]},
-    {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
-    {
-        "apiGroups": ["discovery.k8s.io"],
-        "resources": ["endpointslices"],
-        "verbs": ["list", "watch"],
-    },
-    {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
-)
+_RBAC: Final = Path(__file__).parents[2] / "deploy" / "base" / "rbac.yaml"
+AGENT_OBJECTS: Final[Sequence[ApiObject]] = tuple(yaml.safe_load_all(_RBAC.read_text()))
+"""The agent's service account and its rights, as they are shipped."""
+
+(AGENT_RULES,) = (one["rules"] for one in AGENT_OBJECTS if one["kind"] == "ClusterRole")
 
 _CERTIFICATES = """\
 [req]
@@ -174,7 +171,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self.start()
-        for obj in _agent_objects():
+        for obj in AGENT_OBJECTS:
             self.admin.create(obj)
         return self
 
@@ -391,32 +388,6 @@ class Cluster:
         )
         if ran.returncode:
             raise LabError(f"openssl made no certificate: {ran.stderr.strip()}")
-
-
-def _agent_objects() -> list[ApiObject]:
-    """The agent's service account and what it may do."""
-    group = "rbac.authorization.k8s.io"
-    account = {"kind": "ServiceAccount", "name": AGENT, "namespace": SYSTEM}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": {"name": AGENT, "namespace": SYSTEM},
-        },
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ClusterRole",
-            "metadata": {"name": AGENT},
-            "rules": list(AGENT_RULES),
-        },
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": AGENT},
-            "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": AGENT},
-            "subjects": [account],
-        },
-    ]
 
 
 def write_at_once(path: Path, text: str) -> Path:

@@ -582,7 +582,7 @@ def test_check_tells_of_objects_that_are_not_served(site: Site) -> None:
 
 
 def test_a_lost_link_is_found_until_the_agent_repairs_it(site: Site) -> None:
-    site.agent.terminate()
+    site.agent.end()
     (site.node.pin_path / LINKS / "connect6").unlink()
     found = site.json("status", code=1)
     assert found["problems"] == ["not translated at connect6: not attached"]
@@ -601,7 +601,7 @@ def test_a_lost_link_is_found_until_the_agent_repairs_it(site: Site) -> None:
 
 def test_without_its_agent_the_node_is_shown_as_before(site: Site) -> None:
     before = site.json("service", "list")
-    site.agent.terminate()
+    site.agent.end()
     assert site.json("service", "list") == before
     assert site.json("check") == []
     found = site.json("status")
@@ -613,7 +613,7 @@ def test_without_its_agent_the_node_is_shown_as_before(site: Site) -> None:
 
 
 def test_programs_on_other_maps_than_the_pinned_ones_are_found(site: Site) -> None:
-    site.agent.terminate()
+    site.agent.end()
     pins = site.node.pin_path
     (stats,) = pins.glob("stats-*")
     stats.unlink()
@@ -652,7 +652,7 @@ except OSError as error:
 """
     dial = [sys.executable, "-c", refused]
     assert site.node.run(dial).stdout.strip() == str(errno.ECONNREFUSED)
-    site.agent.terminate()
+    site.agent.end()
     result = site.run("cleanup")
     assert (result.exit_code, result.stderr) == (0, "")
     first, second, third, *_ = result.stdout.splitlines()
@@ -667,7 +667,7 @@ except OSError as error:
 def test_cleanup_says_when_somebody_else_holds_a_link(site: Site) -> None:
     held = libbpf.obj_get(str(site.node.pin_path / LINKS / "connect4"))
     try:
-        site.agent.terminate()
+        site.agent.end()
         result = site.run("cleanup")
     finally:
         os.close(held)

@@ -300,7 +300,7 @@ def elsewhere(lab: Lab, quiet: Place) -> Iterator[Path]:
     folder.mkdir()
     flags = ("--cgroup", str(folder))
     with small_agent(quiet, *flags, within=tuple(inside(folder))) as agent:
-        agent.terminate()
+        agent.end()
     wait_until(lambda: not (folder / "cgroup.procs").read_text(), what="the cgroup is empty")
     assert len(programs_on(folder)) == len(HOOKS)
     yield folder

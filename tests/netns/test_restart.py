@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from ebpflb.datapath.ebpf import abi
 from ebpflb.lab import Lab, Loop, Pod
 from ebpflb.model import Protocol, parse_address
+from tests.agents import START_S, AgentProcess
 from tests.builders import cluster_ip
 from tests.netns.agents import Agent, wait_until
 from tests.netns.kernel import differing
@@ -82,7 +84,7 @@ def place(shared: Place) -> Iterator[Place]:
     shared.manifests.put(shared.spec(10, *shared.backends), shared.spec(11, shared.backends[0]))
     with shared.agent as agent:
         agent.settle()
-        agent.terminate()
+        agent.end()
         yield shared
         for one in shared.agents:
             if one.alive:
@@ -157,7 +159,7 @@ def test_maps_that_a_start_left_half_made_are_not_taken_for_a_set(place: Place) 
     agent.settle()
     go_on(loop)
     assert place.client.tcp(host, 80, count=30).failed == 0
-    agent.terminate()
+    agent.end()
     assert list(folder.glob("ports-000000000000")) == []
     outcome = loop.stop()
     assert outcome.failed == 0, outcome
@@ -191,7 +193,7 @@ def test_programs_and_maps_are_replaced_under_load(place: Place, flags: tuple[st
         agent.settle()
         for loop in loops:
             go_on(loop)
-        agent.terminate()
+        agent.end()
     assert_nothing_failed(*loops)
     after = place.agent.kernel.dump()
     assert (after["frontends"], after["hook connect4"]) != (None, before["hook connect4"])
@@ -211,7 +213,7 @@ def test_a_udp_flow_outlives_three_restarts(place: Place) -> None:
             place.agent.start()
             for each in (loop, connected):
                 go_on(each)
-            place.agent.terminate()
+            place.agent.end()
         for outcome in (loop.stop(), connected.stop()):
             assert outcome.failed == 0, outcome
             assert len(outcome.backends) == 1
@@ -261,20 +263,19 @@ def test_a_restart_with_nothing_changed_writes_nothing(
     assert differing(before, agent.kernel.dump()) == ["probe"]
 
 
-def test_a_start_leaves_the_services_alone_until_all_is_known(place: Place) -> None:
-    """SYNC-01: an agent that knows nothing yet deletes nothing."""
-    held = place.manifests.folder.with_name("held")
-    place.manifests.folder.rename(held)
-    try:
-        place.manifests.folder.mkdir()
-        agent = place.another().launch()
-        agent.wait_for("starting")
-        agent.kill()
-    finally:
-        for path in place.manifests.folder.iterdir():
-            path.unlink()
-        place.manifests.folder.rmdir()
-        held.rename(place.manifests.folder)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_start_leaves_the_services_alone_until_all_is_known(
+    place: Place, number: signal.Signals
+) -> None:
+    """SYNC-01: an agent that knows nothing yet deletes nothing; its API server never answers."""
+    with place.node.inside(lambda: socket.create_server(("127.0.0.1", 0))) as server:
+        server.settimeout(START_S)
+        master = f"http://127.0.0.1:{server.getsockname()[1]}"
+        log_path = place.manifests.folder.with_suffix(".api.log")
+        agent = AgentProcess(place.node, log_path, "--master", master, *QUIET)
+        with agent.launch(), server.accept()[0]:  # it has taken over the maps, and asks
+            assert agent.log("synced") == []
+            agent.end(number)
     assert place.client.tcp(cluster_ip(11), 80, count=3).backends == {"be1": 3}
 
 
@@ -303,7 +304,7 @@ def test_an_address_that_passed_to_another_service_meanwhile_leads_there_alone(
     """B-81: whoever dials it meets the old backend, nobody, or the new one, in this order."""
     place.manifests.put(place.spec(11, place.backends[0]), place.spec(12, place.backends[2]))
     place.agent.start().settle()
-    place.agent.terminate()
+    place.agent.end()
     with (
         place.client.tcp_loop(cluster_ip(11), 80) as passed,
         place.client.tcp_loop(cluster_ip(12), 80) as other,
@@ -372,14 +373,14 @@ def test_a_second_agent_waits_says_so_once_and_takes_over(
         place.manifests.put(place.spec(12, place.backends[0]))
         second.settle()
         assert_nothing_failed(loop)
-    second.terminate()
+    second.end()
 
 
 def test_an_agent_that_waits_can_be_stopped(place: Place) -> None:
     place.agent.start()
     second = place.another().launch()
     second.wait_for("waiting for the pin folder")
-    assert second.terminate() == 0
+    assert second.end() == 0
 
 
 def test_a_compiler_that_outlives_its_agent_does_not_hold_the_lock(place: Place) -> None:
@@ -394,7 +395,7 @@ def test_a_compiler_that_outlives_its_agent_does_not_hold_the_lock(place: Place)
         assert next_one.log("waiting for the pin folder") == []
         assert Path(f"/proc/{child}").exists()
         next_one.settle()
-        next_one.terminate()
+        next_one.end()
     finally:
         os.kill(child, signal.SIGKILL)
 

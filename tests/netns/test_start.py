@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,8 @@ class Place:
             Spec(name="web", ipv4=self.address, tcp={80: 8080}, endpoints=ready(self.backend))
         )
 
-    def agent(self, *flags: str, **options: object) -> Agent:
-        return Agent(self.node, self.manifests, "--map-size", SMALL, *flags, **options)  # type: ignore[arg-type]
+    def agent(self, *flags: str, **options: Any) -> Agent:
+        return Agent(self.node, self.manifests, "--map-size", SMALL, *flags, **options)
 
     def try_to_run(
         self,
@@ -163,7 +164,7 @@ def test_no_privileges(place: Place, without: tuple[str, ...], pinned: bool) -> 
     place.lab.pin_root.mkdir(mode=0o700, exist_ok=True)
     if pinned:
         with place.agent() as agent:
-            agent.terminate()
+            agent.end()
     # The folder of the tests' manifests is root's alone; here it does not matter what it holds.
     flags = (*place.here, "--manifests", "/")
     code, message = place.try_to_run(*flags, within=["setpriv", *without])
@@ -350,7 +351,7 @@ class _DoesNotVerify(_Wrong):
 def build(place: Place) -> dict[str, object]:
     """The arguments of a build on maps that lie there."""
     with place.agent() as agent:
-        agent.terminate()
+        agent.end()
         with agent.kernel.maps() as maps:
             return {
                 "source": "sock.c",
