@@ -385,9 +385,9 @@ class PlannedPort(msgspec.Struct, frozen=True, gc=False):
     """All that a datapath must know of one service port.
 
     ``cluster`` and ``local`` are the two sets to choose from, every endpoint and those on this node
-    (TOP-03, TOP-04); the policies say which is for whom. ``draining`` are usable endpoints that
-    nobody is sent to: they serve open connections only. ``socket_lb`` False: the socket path must
-    leave its frontends alone.
+    (TOP-03, TOP-04); the policies say which is for whom. ``draining`` are usable endpoints in
+    neither set: they serve open connections only. ``socket_lb`` False: the socket path must leave
+    its frontends alone.
 
     ``source_ranges``, where there are any, are who may dial its load-balancer addresses;
     ``node_in_ranges``: this node's own processes are among them (LB-05 to -07).
