@@ -97,7 +97,7 @@ enum hook {
 enum stat {
 	STAT_TRANSLATED = 0,	 /* connects and first datagrams sent to a backend */
 	STAT_REFUSED = 1,	 /* refused: no endpoint anywhere */
-	STAT_REFUSED_POLICY = 2, /* refused: none that the policy allows */
+	STAT_REFUSED_POLICY = 2, /* refused: none that the policy or the source ranges allow */
 	STAT_REREAD = 3, /* a backend's owner was not as expected; the word was read again */
 	STAT_FOREIGN_BACKEND = 4,  /* … and never was: refused. Must stay 0 */
 	STAT_NO_SOCKET_MEMORY = 5, /* translated, but the socket has no room to remember it */

@@ -21,6 +21,8 @@ Address = NewType("Address", bytes)
 """16 bytes, network order; IPv4 in its mapped form."""
 
 _V4_PREFIX = bytes(10) + b"\xff\xff"
+_V6_LOOPBACK = bytes(15) + b"\x01"
+_V6_UNSPECIFIED = bytes(16)
 _DECIMAL_OCTET_MAX_LEN = 16
 
 
@@ -86,6 +88,30 @@ def family_of(address: bytes) -> Family:
 def unspecified(family: Family) -> Address:
     """``0.0.0.0`` or ``::``."""
     return Address((_V4_PREFIX if family is Family.IPV4 else bytes(12)) + bytes(4))
+
+
+def special_use(address: bytes) -> str:
+    """``a loopback address`` and the like, for one that is no single node's or Service's (SEC-03).
+
+    "" for all others: unspecified, loopback, link-local and multicast addresses are special.
+    """
+    if address.startswith(_V4_PREFIX):
+        first = address[12]
+        loopback = first == 127
+        link_local = first == 169 and address[13] == 254
+        multicast = 224 <= first < 240
+        unspecified = first == 0 and address.endswith(bytes(4))
+    else:
+        first = address[0]
+        loopback = address == _V6_LOOPBACK
+        link_local = first == 0xFE and address[1] & 0xC0 == 0x80
+        multicast = first == 0xFF
+        unspecified = address == _V6_UNSPECIFIED
+    if not (loopback or link_local or multicast or unspecified):
+        return ""
+    if unspecified:
+        return "the unspecified address"
+    return f"a {'loopback' if loopback else 'link-local' if link_local else 'multicast'} address"
 
 
 class Network(msgspec.Struct, frozen=True, order=True, gc=False):

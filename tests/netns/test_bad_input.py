@@ -502,7 +502,7 @@ def test_seventy_thousand_endpoints_behind_one_service(narrow: Place) -> None:
             (port,) = (
                 one for one in narrow.kernel.snapshot().ports if one.name and one.name.name == "big"
             )
-            addresses = {slot.address for slot in narrow.kernel.snapshot().backends[port.id]}
+            addresses = {slot.address for slot in narrow.kernel.snapshot().cluster[port.id]}
             assert len(addresses) == slices * 1000
         narrow.manifests.remove("big.json")
         agent.settle()

@@ -21,7 +21,7 @@ import msgspec
 
 from ebpflb.datapath.base import Difference, SyncReport
 from ebpflb.datapath.ebpf import abi, audit, libbpf, loader
-from ebpflb.datapath.ebpf.attach import HOOKS, Attachment, require_cgroup2
+from ebpflb.datapath.ebpf.attach import BIND_HOOKS, HOOKS, Attachment, require_cgroup2
 from ebpflb.datapath.ebpf.encode import PROBE_ADDRESSES, PROBE_PORT
 from ebpflb.datapath.ebpf.grace import KernelGate
 from ebpflb.datapath.ebpf.maps import Map, PinFolder, sizes
@@ -45,7 +45,8 @@ class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``agent`` is left in `settings` for the commands: JSON values, some 4,000 bytes at most.
 
     ``show_service_tcp``: getpeername() of a TCP socket shows the Service. ``retval`` False makes
-    the programs refuse as on kernels before 5.18; None asks the kernel.
+    the programs refuse as on kernels before 5.18; None asks the kernel. ``protect_nodeports``: no
+    process of the node may bind a port at which a NodePort answers (NP-10: kube-proxy lets it).
     """
 
     pin_path: Path
@@ -53,6 +54,7 @@ class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
     map_sizes: Mapping[str, int] = {}
     show_service_tcp: bool = False
     retval: bool | None = None
+    protect_nodeports: bool = False
     agent: Mapping[str, object] = {}
 
 
@@ -75,7 +77,9 @@ class EbpfDatapath:
         self._map_ids = frozenset(libbpf.map_info(one.fd, one.name).id for one in maps.values())
         self._settings = maps["settings"].memory()
         self._probe = maps["probe"].memory()
-        self._attachment = Attachment(options.pin_path, options.cgroup)
+        self._attachment = Attachment(
+            options.pin_path, options.cgroup, bind=options.protect_nodeports
+        )
         self._grace = libbpf.GracePeriod()
         self._grace.wait()  # nobody reads what an earlier writer freed
         self._gate = KernelGate(self._grace.wait, wake)
@@ -98,7 +102,10 @@ class EbpfDatapath:
             retval = libbpf.has_helper(libbpf.PROG_CGROUP_SOCK_ADDR, libbpf.HELPER_SET_RETVAL)
         return loader.Build(
             source="sock.c",
-            functions=tuple(loader.Function(*hook) for hook in HOOKS),
+            functions=tuple(
+                loader.Function(*hook)
+                for hook in (*HOOKS, *(BIND_HOOKS if self._options.protect_nodeports else ()))
+            ),
             defines={
                 "HAVE_RETVAL": int(retval),
                 "SHOW_SERVICE_TCP": int(self._options.show_service_tcp),
@@ -193,8 +200,14 @@ class EbpfDatapath:
         if isinstance(options, bytes) and len(options) >= abi.CONSTANTS["ABI_OPTIONS_LEN"]:
             changes["options"] = b"{}"
         after = SETTINGS.pack(*SETTINGS.unpack(before)._replace(**changes))
-        if after.rstrip(b"\0") != before.rstrip(b"\0"):
-            self._settings.view[: SETTINGS.size] = after
+        # Programs read the numbers: a word at a time, and only what differs (the writer's own word
+        # is among them).
+        words = SETTINGS.offsets["options"] // 8
+        for at, word in enumerate(memoryview(after[: 8 * words]).cast("Q")):
+            if self._settings.words[at] != word:
+                self._settings.words[at] = word
+        if after[8 * words :] != before[8 * words :]:
+            self._settings.view[8 * words : SETTINGS.size] = after[8 * words :]
 
     # --- Datapath -------------------------------------------------------------------------------
 
@@ -274,6 +287,7 @@ class EbpfDatapath:
             "ports": ports,
             "names": ports,
             "backends": writer.slots_used,
+            "node_addrs": writer.node_addresses_used,
         }
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ebpflb.datapath.ebpf import abi, libbpf
 from ebpflb.datapath.ebpf.maps import Map
-from ebpflb.model import Family, FrontendKind, Policy, ServicePortName
+from ebpflb.model import Address, Family, FrontendKind, Policy, ServicePortName
 from ebpflb.model import Protocol as IpProtocol
 
 FRONTEND_KEY = abi.LAYOUTS["frontend_key"]
@@ -23,6 +23,8 @@ PORT = abi.LAYOUTS["port"]
 BACKEND = abi.LAYOUTS["backend"]
 MEMBER_KEY = abi.LAYOUTS["member_key"]
 NAME = abi.LAYOUTS["name"]
+NODE_ADDRESS_KEY = abi.LAYOUTS["node_address_key"]
+SETTINGS = abi.LAYOUTS["settings"]
 ID = struct.Struct("=I")
 
 INDEX_BITS = abi.CONSTANTS["ABI_ID_INDEX_BITS"]
@@ -31,7 +33,9 @@ GENERATIONS = 1 << (32 - INDEX_BITS)
 COUNT_SHIFT = abi.CONSTANTS["ABI_WORD_COUNT_SHIFT"]
 FLAGS_SHIFT = abi.CONSTANTS["ABI_WORD_FLAGS_SHIFT"]
 MAX_COUNT = (1 << (FLAGS_SHIFT - COUNT_SHIFT)) - 1
-SCOPES = abi.CONSTANTS["SCOPE_COUNT"]
+SETS = abi.CONSTANTS["SET_COUNT"]
+CLUSTER = abi.CONSTANTS["SET_CLUSTER"]
+LOCAL = abi.CONSTANTS["SET_LOCAL"]
 INTERNAL = abi.CONSTANTS["SCOPE_INTERNAL"]
 EXTERNAL = abi.CONSTANTS["SCOPE_EXTERNAL"]
 
@@ -43,6 +47,8 @@ KINDS: Mapping[int, FrontendKind] = {
 }
 KIND_PROBE = abi.CONSTANTS["KIND_PROBE"]
 PORT_IPV6 = abi.CONSTANTS["PORT_IPV6"]
+PORT_INTERNAL_LOCAL = abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
+PORT_EXTERNAL_LOCAL = abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
 
 
 class Table(Protocol):
@@ -60,6 +66,7 @@ class Tables(Protocol):
     frontends: Table
     members: Table
     names: Table
+    node_addrs: Table
     port_entries: int
     backend_entries: int
 
@@ -69,17 +76,21 @@ class Tables(Protocol):
         ...
 
     def set_port_field(self, index: int, offset: int, value: int) -> None:
-        """One aligned 32-bit store."""
+        """Everything stored so far, then one aligned 32-bit store."""
         ...
 
-    def publish(self, index: int, scope: int, word: int) -> None:
-        """Everything stored so far, then one aligned 64-bit store of the word."""
+    def publish(self, index: int, which: int, word: int) -> None:
+        """Everything stored so far, then one aligned 64-bit store of the word of a set."""
         ...
 
     def read_ports(self) -> bytes: ...
     def read_backends(self, base: int, count: int) -> bytes: ...
     def write_backends(self, base: int, slots: bytes) -> None: ...
     def clear_connections(self, index: int) -> None: ...
+    def read_flags(self) -> int: ...
+    def write_flags(self, flags: int) -> None:
+        """Set the flags of `settings`: one aligned 64-bit store."""
+        ...
 
 
 class KernelTables:
@@ -89,6 +100,8 @@ class KernelTables:
         self.frontends: Table = maps["frontends"]
         self.members: Table = maps["members"]
         self.names: Table = maps["names"]
+        self.node_addrs: Table = maps["node_addrs"]
+        self._settings = maps["settings"].memory()
         self._connections = maps["connections"]
         self._ports = maps["ports"].memory()
         self._ports32 = self._ports.view.cast("I")
@@ -103,11 +116,12 @@ class KernelTables:
         self._ports.view[index * PORT.size : (index + 1) * PORT.size] = value
 
     def set_port_field(self, index: int, offset: int, value: int) -> None:
+        libbpf.store_barrier()
         self._ports32[(index * PORT.size + offset) // 4] = value
 
-    def publish(self, index: int, scope: int, word: int) -> None:
+    def publish(self, index: int, which: int, word: int) -> None:
         libbpf.store_barrier()
-        self._ports.words[index * PORT.size // 8 + scope] = word
+        self._ports.words[index * PORT.size // 8 + which] = word
 
     def read_ports(self) -> bytes:
         return bytes(self._ports.view)
@@ -122,6 +136,12 @@ class KernelTables:
     def clear_connections(self, index: int) -> None:
         self._connections.clear_per_cpu(index)
 
+    def read_flags(self) -> int:
+        return int(self._settings.words[SETTINGS.offsets["flags"] // 8])
+
+    def write_flags(self, flags: int) -> None:
+        self._settings.words[SETTINGS.offsets["flags"] // 8] = flags
+
     def connections(self, index: int) -> int:
         """Connections made so far to the service port at ``index``."""
         return sum(self._connections.per_cpu(index))
@@ -130,13 +150,14 @@ class KernelTables:
         self._ports32.release()
         self._ports.close()
         self._backends.close()
+        self._settings.close()
 
 
 # --- words and ids -----------------------------------------------------------------------------
 
 
 class Word(NamedTuple):
-    """What is published for one scope of a service port."""
+    """What is published for one set of a service port."""
 
     base: int
     length: int
@@ -179,7 +200,10 @@ def parse_name(text: str, protocol: IpProtocol, family: Family) -> ServicePortNa
 
 
 class PortEntry(NamedTuple):
-    """A live slot of `ports`. ``name`` is None where `names` does not know the id."""
+    """A live slot of `ports`. ``name`` is None where `names` does not know the id.
+
+    ``words`` are by set: CLUSTER, LOCAL.
+    """
 
     slot: int
     id: int
@@ -201,6 +225,7 @@ class FrontendEntry(NamedTuple):
     id: int
     kind: int
     scope: int
+    flags: int
 
 
 class BackendEntry(NamedTuple):
@@ -227,9 +252,14 @@ class Snapshot(NamedTuple):
     frontends: tuple[FrontendEntry, ...]
     members: tuple[MemberEntry, ...]
     names: Mapping[int, str]
-    backends: Mapping[int, tuple[BackendEntry, ...]]
-    """By service-port id: the internal range with what drains behind it."""
-    external: Mapping[int, tuple[BackendEntry, ...]]
+    cluster: Mapping[int, tuple[BackendEntry, ...]]
+    """By service-port id: the range of the cluster set with what drains behind it."""
+    local: Mapping[int, tuple[BackendEntry, ...]]
+    """By service-port id: the range of the local set."""
+    node_addrs: tuple[Address, ...]
+    """Where NodePorts answer, sorted."""
+    flags: int
+    """Those of `settings` (SETTING_…)."""
 
 
 def unpack_backends(base: int, raw: bytes) -> tuple[BackendEntry, ...]:
@@ -299,6 +329,7 @@ def read_frontends(tables: Tables) -> tuple[FrontendEntry, ...]:
                 found.id,
                 found.kind,
                 found.scope,
+                found.flags,
             )
         )
     return tuple(sorted(entries))
@@ -313,6 +344,11 @@ def read_members(tables: Tables) -> tuple[MemberEntry, ...]:
             MemberEntry(key, member.id, member.address, int.from_bytes(member.port), member.role)
         )
     return tuple(sorted(entries))
+
+
+def read_node_addrs(tables: Tables) -> tuple[Address, ...]:
+    keys = (key for key, _ in tables.node_addrs.items())
+    return tuple(sorted(Address(NODE_ADDRESS_KEY.unpack(key).address) for key in keys))
 
 
 def read(tables: Tables) -> Snapshot:
@@ -335,6 +371,8 @@ def read(tables: Tables) -> Snapshot:
         frontends=read_frontends(tables),
         members=read_members(tables),
         names=names,
-        backends={port.id: slots(port.words[INTERNAL], port.draining) for port in ports},
-        external={port.id: slots(port.words[EXTERNAL], 0) for port in ports},
+        cluster={port.id: slots(port.words[CLUSTER], port.draining) for port in ports},
+        local={port.id: slots(port.words[LOCAL], 0) for port in ports},
+        node_addrs=read_node_addrs(tables),
+        flags=tables.read_flags(),
     )
