@@ -26,6 +26,7 @@ from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
 from ebpflb.kubeproxy.schema import GROUP, as_builtins
+from ebpflb.localcount import NoLocalEndpoints
 from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import (
@@ -86,6 +87,7 @@ class Loop:
         self._tell = tell
         self._clock = clock
         self._programming = Programming(time.time())
+        self._no_local = NoLocalEndpoints()
         self._known_node: Node | None = None
         self.node: Node | None = None
         """This node as it was last told; any thread may look."""
@@ -103,6 +105,7 @@ class Loop:
 
     def put(self, event: Event) -> None:
         self._health.queued()
+        self._metrics.queued()
         self._queue.put(event)
 
     def wake(self) -> None:
@@ -192,6 +195,7 @@ class Loop:
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
         started = self._clock()
         update = self._planner.update()
+        self._no_local.changed(update.changed, update.plan)
         for one in update.rejected:
             _log.warning("not served", object=str(one.key), reason=one.reason)
             self._tell(events.not_served(one))
@@ -223,6 +227,10 @@ class Loop:
         behind = self._deferred_at.keys() | self._failed.keys()
         for family, seconds in self._programming.synced(time.time(), behind):
             self._metrics.programmed(family, seconds)
+        for family, count in self._no_local.counts.items():
+            self._metrics.no_local_endpoints(
+                family, internal=count.internal, external=count.external
+            )
         duration = self._clock() - started
         self._metrics.synced(
             duration,
