@@ -23,6 +23,7 @@ from ebpflb.datapath.base import Datapath
 from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
 from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
+from ebpflb.datapath.ebpf.libbpf import share_one_heap
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
 from ebpflb.kubeproxy.schema import GROUP, as_builtins
@@ -370,6 +371,7 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
 
 def run(config: Config) -> None:
     """Run until SIGTERM or SIGINT. Raises what the user must mend; exits 1 to be started anew."""
+    share_one_heap()
     cgroup = config.cgroup or cgroup2_root()
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)
