@@ -359,14 +359,28 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
     if config.manifests is not None:
         return _Cluster(ManifestSource(config.manifests, emit, notice=_notice), None)
     # TLS and HTTP cost memory that a node with manifests need not have.
-    from ebpflb.sources.client import Client  # noqa: PLC0415
-    from ebpflb.sources.cluster import ApiSource  # noqa: PLC0415
+    from ebpflb.sources.client import Client, Throttle  # noqa: PLC0415
+    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource  # noqa: PLC0415
     from ebpflb.sources.transport import Credentials, Where, load_access  # noqa: PLC0415
 
+    def notice(event: str, /, **fields: object) -> None:
+        (_log.info if event in GOOD_NEWS else _log.warning)(event, **fields)
+
     where = Where(kubeconfig=config.kubeconfig, master=config.master)
-    credentials = Credentials(lambda: load_access(where), _notice)
-    source = ApiSource(credentials, emit, _notice, node_name=config.node_name, metrics=metrics.api)
-    return _Cluster(source, events.Recorder(Client(credentials).post, config.node_name))
+    credentials = Credentials(lambda: load_access(where), notice)
+    limits = config.kube_proxy.client_connection
+    throttle = Throttle(limits.qps, limits.burst)
+    source = ApiSource(
+        credentials,
+        emit,
+        notice,
+        node_name=config.node_name,
+        metrics=metrics.api,
+        requests=metrics.requests,
+        throttle=throttle,
+    )
+    client = Client(credentials, throttle=throttle, metrics=metrics.requests)
+    return _Cluster(source, events.Recorder(client.post, config.node_name, read=client.metadata))
 
 
 def run(config: Config) -> None:

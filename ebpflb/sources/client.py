@@ -228,7 +228,10 @@ class Client:
                 server = self._server(access)
                 host = _host(server)
                 self._wait(asked, host)
-                pool = self._pool_for(generation, server, access, context)
+                try:
+                    pool = self._pool_for(generation, server, access, context)
+                except (HTTPError, ImportError, ValueError) as error:  # a proxy that cannot be
+                    raise explained(error, server, answered=False) from None
                 stream = self._send(asked, pool, access, server, again=again)
                 if stream.status != HTTPStatus.UNAUTHORIZED or again:
                     break
