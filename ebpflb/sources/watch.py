@@ -46,7 +46,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ``watch_s``: a stream is asked to last so long, at random between the two (client-go's numbers).
     ``grace_s``: how much longer than that it may. ``silence_s``: a server whose streams have had
     bookmarks, which come once a minute, is taken for dead when it is silent for so long.
-    ``healthy_s``: a stream that lasted so long was a good one. ``forbidden_s``: a 403 that lasts no
+    ``brief_s``: a stream that lasted no longer came to nothing (client-go's number); ``healthy_s``:
+    one that lasted so long was a good one. ``forbidden_s``: a 403 that lasts no
     longer is that of a server that has just started. ``confirm_s``: before an incredible list is
     asked for again. ``node_s``: how long the start waits for the Node.
     """
@@ -57,6 +58,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     watch_s: tuple[float, float] = (300.0, 600.0)
     grace_s: float = 15.0
     silence_s: float = 150.0
+    brief_s: float = 1.0
     healthy_s: float = 10.0
     forbidden_s: float = 10.0
     confirm_s: float = 3.0
@@ -152,12 +154,15 @@ class _Stage(enum.IntEnum):
     ANSWER = 1
     """The server was asked and gave no stream: an error, a bad list, no trust."""
     STREAM = 2
-    """There was a stream, and it broke or ended too soon."""
+    """There was a stream, and it was over at once."""
+    BROKEN = 3
+    """There was a stream that went on for a while."""
 
 
-# The pause doubles no more often: to 4 s, to 1 s; otherwise to what ``default_backoff`` has.
+# The pause doubles no more often: to 4, 1 and 2 s; otherwise as far as ``default_backoff`` does.
 _CONNECT_DOUBLINGS: Final = 4
 _STARTING_DOUBLINGS: Final = 2
+_BROKEN_DOUBLINGS: Final = 3
 
 
 class _Rows:
@@ -221,7 +226,7 @@ class Watch:
         self._bookmarks = False
         self._rows = _Rows()  # for the pauses
         self._fruitless = 0  # streams in a row that told nothing, of a server that was there
-        self._was_gone = False  # a 410 since the last good stream
+        self._was_gone = False  # a 410 since the last stream that went on for a while
         self._forbidden_since: float | None = None
         self._nudged = threading.Event()
         self._was_nudged = False  # since the server last gave a stream
@@ -392,9 +397,10 @@ class Watch:
         if self._is_healthy():
             self._recovered()
             return 0.0
-        if self._version == began_at:
+        stage = self._stage()
+        if stage is _Stage.STREAM and self._version == began_at:
             raise ApiError("empty", "ends a watch at once", server=stream.server)
-        return self._pause(_Stage.STREAM)
+        return self._pause(stage, _BROKEN_DOUBLINGS if stage is _Stage.BROKEN else None)
 
     def _reader(self, stream: Stream, deadline: float) -> Callable[[], bytes]:
         received = 0
@@ -473,15 +479,26 @@ class Watch:
         self._listener.failed(
             self._kind, self._operation, error, row=self._fruitless, stream=stream
         )
-        if error.reason == "gone" and not self._was_gone:
+        stage = self._stage() if stream else _Stage.ANSWER
+        if stage is _Stage.BROKEN:
+            self._was_gone = False
+        elif error.reason == "gone" and not self._was_gone:
             self._was_gone = True
             return 0.0
         if error.reason == "unreachable":
             self._fruitless = min(self._fruitless, 1)  # its going is what broke the stream
             return self._pause(_Stage.CONNECT, _CONNECT_DOUBLINGS)
         asked_s = min(error.retry_after_s, _LONGEST_RETRY_AFTER_S)
-        pause_s = self._pause(_Stage.STREAM if stream else _Stage.ANSWER)
+        # What costs the server a list must become rare, however long its streams last.
+        is_cheap = stage is _Stage.BROKEN and error.reason not in _LIST_ANEW
+        pause_s = self._pause(stage, _BROKEN_DOUBLINGS if is_cheap else None)
         return max(pause_s, asked_s * self._rng.uniform(1.0, 1.25))
+
+    def _stage(self) -> _Stage:
+        """How far a stream came."""
+        began = self._stream_began
+        brief = began is None or self._clock() - began < self._timing.brief_s
+        return _Stage.STREAM if brief else _Stage.BROKEN
 
     def _is_starting(self, error: ApiError) -> bool:
         """Whether the server may have just started: it knows of no rights then, for seconds."""
@@ -501,7 +518,7 @@ class Watch:
     def _recovered(self) -> None:
         """The stream works: it has lasted, or told something."""
         if self._is_healthy():
-            self._rows.passed(_Stage.STREAM)
+            self._rows.passed(_Stage.BROKEN)
             self._was_gone = False
         self._fruitless = 0
         self._listener.works(self._kind, stream=True)

@@ -30,6 +30,7 @@ class Stepped:
     def __init__(self, client: Client, timing: Timing = QUICK) -> None:
         self.attempts: list[int] = []
         self.now = 0.0
+        self.pace = 0.0  # how much later it is at each look at the clock
         self._backoff = timing.backoff
         self.watch = Watch(
             resources(NODE)[0],
@@ -38,9 +39,13 @@ class Stepped:
             Consumer(),
             threading.Event(),
             timing=msgspec.structs.replace(timing, backoff=self._record),
-            clock=lambda: self.now,
+            clock=self._clock,
             rng=random.Random(1),
         )
+
+    def _clock(self) -> float:
+        self.now += self.pace
+        return self.now
 
     def _record(self, attempt: int, rng: random.Random) -> float:
         self.attempts.append(attempt)
@@ -112,6 +117,26 @@ def test_a_server_whose_streams_never_last_is_asked_less_and_less(
         attempts += stepped.attempts
     assert attempts == sorted(set(attempts))
     assert attempts[-1] >= 4
+
+
+@pytest.mark.parametrize(
+    ("end", "most"),
+    [
+        pytest.param(Stream(end="cut"), 3, id="that break: looked at again within seconds"),
+        pytest.param(Stream(end="close"), 3, id="that end: the same"),
+        pytest.param(GONE, 7, id="that say 410: each costs a list"),
+    ],
+)
+def test_streams_that_went_on_for_a_while(
+    end: Stream, most: int, server: FakeApiServer, client: Client
+) -> None:
+    """As when an API server is restarted every few seconds."""
+    stepped = Stepped(client, msgspec.structs.replace(QUICK, healthy_s=3600.0))
+    stepped.watch.list_once()
+    stepped.pace = 2.0
+    server.spoil(end, "services", "watch", times=-1)
+    stepped.step(8)
+    assert max(stepped.attempts) == most
 
 
 @pytest.mark.parametrize("gone", [GONE, Answer(410)], ids=["an event", "an answer"])
