@@ -23,9 +23,11 @@ from ebpflb.datapath.base import Datapath
 from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
 from ebpflb.datapath.ebpf.datapath import EbpfOptions
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
+from ebpflb.datapath.ebpf.libbpf import share_one_heap
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
 from ebpflb.kubeproxy.schema import GROUP, as_builtins
+from ebpflb.localcount import NoLocalEndpoints
 from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import (
@@ -86,6 +88,7 @@ class Loop:
         self._tell = tell
         self._clock = clock
         self._programming = Programming(time.time())
+        self._no_local = NoLocalEndpoints()
         self._known_node: Node | None = None
         self.node: Node | None = None
         """This node as it was last told; any thread may look."""
@@ -103,6 +106,7 @@ class Loop:
 
     def put(self, event: Event) -> None:
         self._health.queued()
+        self._metrics.queued()
         self._queue.put(event)
 
     def wake(self) -> None:
@@ -192,6 +196,7 @@ class Loop:
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
         started = self._clock()
         update = self._planner.update()
+        self._no_local.changed(update.changed, update.plan)
         for one in update.rejected:
             _log.warning("not served", object=str(one.key), reason=one.reason)
             self._tell(events.not_served(one))
@@ -223,6 +228,10 @@ class Loop:
         behind = self._deferred_at.keys() | self._failed.keys()
         for family, seconds in self._programming.synced(time.time(), behind):
             self._metrics.programmed(family, seconds)
+        for family, count in self._no_local.counts.items():
+            self._metrics.no_local_endpoints(
+                family, internal=count.internal, external=count.external
+            )
         duration = self._clock() - started
         self._metrics.synced(
             duration,
@@ -350,18 +359,33 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
     if config.manifests is not None:
         return _Cluster(ManifestSource(config.manifests, emit, notice=_notice), None)
     # TLS and HTTP cost memory that a node with manifests need not have.
-    from ebpflb.sources.client import Client  # noqa: PLC0415
-    from ebpflb.sources.cluster import ApiSource  # noqa: PLC0415
+    from ebpflb.sources.client import Client, Throttle  # noqa: PLC0415
+    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource  # noqa: PLC0415
     from ebpflb.sources.transport import Credentials, Where, load_access  # noqa: PLC0415
 
+    def notice(event: str, /, **fields: object) -> None:
+        (_log.info if event in GOOD_NEWS else _log.warning)(event, **fields)
+
     where = Where(kubeconfig=config.kubeconfig, master=config.master)
-    credentials = Credentials(lambda: load_access(where), _notice)
-    source = ApiSource(credentials, emit, _notice, node_name=config.node_name, metrics=metrics.api)
-    return _Cluster(source, events.Recorder(Client(credentials).post, config.node_name))
+    credentials = Credentials(lambda: load_access(where), notice)
+    limits = config.kube_proxy.client_connection
+    throttle = Throttle(limits.qps, limits.burst)
+    source = ApiSource(
+        credentials,
+        emit,
+        notice,
+        node_name=config.node_name,
+        metrics=metrics.api,
+        requests=metrics.requests,
+        throttle=throttle,
+    )
+    client = Client(credentials, throttle=throttle, metrics=metrics.requests)
+    return _Cluster(source, events.Recorder(client.post, config.node_name, read=client.metadata))
 
 
 def run(config: Config) -> None:
     """Run until SIGTERM or SIGINT. Raises what the user must mend; exits 1 to be started anew."""
+    share_one_heap()
     cgroup = config.cgroup or cgroup2_root()
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)

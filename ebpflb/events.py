@@ -3,7 +3,10 @@
 
 Building one is pure. Sending is best effort on a thread of its own, behind a queue that drops
 rather than waits and a limit that keeps a bad day from becoming the API server's. How a request
-travels is not known here: a function sends it.
+travels is not known here: functions send it.
+
+`kubectl describe` shows the Events of an object's uid. That of a Node is its name, by convention;
+another object's is asked for when its Event is sent, which is rare, and not kept for all objects.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -31,12 +34,19 @@ NOTE_BYTES: Final = 1024
 """The API server refuses a longer note."""
 
 _API_VERSIONS: Final = {"EndpointSlice": "discovery.k8s.io/v1"}
+_PATHS: Final = {
+    "Service": "/api/v1/namespaces/{}/services",
+    "EndpointSlice": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
+}
 _NAME_LENGTH: Final = 253
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", re.ASCII)
 _INSTANCE_BYTES: Final = 128
 
 Post = Callable[[str, bytes], int]
 """Sends a JSON body to a path of the API server; returns the status, raises where none came."""
+
+Read = Callable[[str, Mapping[str, str]], bytes]
+"""Reads a list at a path of the API server, with a query; raises where it has none to give."""
 
 Clock = Callable[[], float]
 
@@ -88,8 +98,10 @@ def path_of(event: Event) -> str:
     return f"/apis/events.k8s.io/v1/namespaces/{_namespace(event.regarding)}/events"
 
 
-def body_of(event: Event, *, node_name: str, now_s: float, times: int = 1) -> bytes:
+def body_of(event: Event, *, node_name: str, now_s: float, times: int = 1, uid: str = "") -> bytes:
     """The Event as JSON. ``times``: how often it happened since it was last told.
+
+    ``uid`` is that of the object that it regards, "" where unknown.
 
     An Event of the cluster has a name that all nodes make alike within an hour, so that the first
     one's is taken and the others' are refused as there already.
@@ -108,7 +120,7 @@ def body_of(event: Event, *, node_name: str, now_s: float, times: int = 1) -> by
         "reportingInstance": _cut(f"{CONTROLLER}-{node_name}", _INSTANCE_BYTES),
         "action": event.action,
         "reason": event.reason,
-        "regarding": _reference(regarding),
+        "regarding": _reference(regarding, uid),
         "note": _cut(event.note, NOTE_BYTES),
         "type": event.type,
     }
@@ -117,7 +129,26 @@ def body_of(event: Event, *, node_name: str, now_s: float, times: int = 1) -> by
     return json.dumps(body, ensure_ascii=False).encode()
 
 
-def _reference(key: ObjectKey) -> dict[str, str]:
+def query_of(key: ObjectKey) -> tuple[str, dict[str, str]] | None:
+    """Path and query of a list of this object alone; None where that is not needed.
+
+    A list, because kube-proxy's role may list these objects and may not get one. Version 0 is
+    answered from the API server's cache.
+    """
+    path = _PATHS.get(key.kind)
+    if path is None:
+        return None
+    query = {"fieldSelector": f"metadata.name={key.name}", "resourceVersion": "0"}
+    return path.format(key.namespace), query
+
+
+def uid_in(data: bytes) -> str:
+    """The uid of the one object in a list, "" where there is none (any more)."""
+    items = json.loads(data).get("items") or [{}]
+    return str(items[0].get("metadata", {}).get("uid", ""))
+
+
+def _reference(key: ObjectKey, uid: str) -> dict[str, str]:
     reference = {
         "apiVersion": _API_VERSIONS.get(key.kind, "v1"),
         "kind": key.kind,
@@ -125,8 +156,9 @@ def _reference(key: ObjectKey) -> dict[str, str]:
     }
     if key.namespace:
         reference["namespace"] = key.namespace
-    if key.kind == "Node":
-        reference["uid"] = key.name  # `kubectl describe node` looks for this, as kubelet writes it
+    uid = key.name if key.kind == "Node" else uid  # as kubelet writes it
+    if uid:
+        reference["uid"] = uid
     return reference
 
 
@@ -234,6 +266,7 @@ _REFUSALS: Final = 3
 class Recorder:
     """Sends Events from a thread of its own. ``tell`` never waits, whatever the API server does.
 
+    ``read`` finds out the uids of their objects; an Event is sent without where that fails.
     What cannot be sent is tried three times more and then dropped; what the API server forbids
     switches all of it off, with one line in the log, until the agent starts again. ``dropped``
     counts what was told and not sent, for whatever reason.
@@ -244,11 +277,13 @@ class Recorder:
         post: Post,
         node_name: str,
         *,
+        read: Read | None = None,
         limiter: Limiter | None = None,
         clock: Clock = time.time,
         retries_s: tuple[float, ...] = _RETRIES_S,
     ) -> None:
         self._post = post
+        self._read = read
         self._node_name = node_name
         self._clock = clock
         self._retries_s = retries_s
@@ -292,9 +327,10 @@ class Recorder:
                 self._send(*item)
 
     def _send(self, event: Event, times: int) -> None:
-        path = path_of(event)
-        body = body_of(event, node_name=self._node_name, now_s=self._clock(), times=times)
+        path, now_s, uid = path_of(event), self._clock(), ""
         for wait_s in (*self._retries_s, None):
+            uid = uid or self._uid(event.regarding)
+            body = body_of(event, node_name=self._node_name, now_s=now_s, times=times, uid=uid)
             status = self._try(path, body)
             if status is not None and not _is_passing(status):
                 self._answered(event, status)
@@ -306,6 +342,16 @@ class Recorder:
     def _drop(self) -> None:
         with self._lock:
             self.dropped += 1
+
+    def _uid(self, key: ObjectKey) -> str:
+        query = query_of(key)
+        if self._read is None or query is None:
+            return ""
+        try:
+            return uid_in(self._read(*query))
+        except Exception as error:  # noqa: BLE001 - as below
+            _log.debug("uid not found", object=str(key), reason=str(error))
+            return ""
 
     def _try(self, path: str, body: bytes) -> int | None:
         try:

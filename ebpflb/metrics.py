@@ -30,6 +30,9 @@ from ebpflb.programming import BUCKETS_S, FINE_BUCKETS_S
 
 _SYNC_BUCKETS = [0.001 * 2**k for k in range(15)]
 _FINE_BUCKETS = [0.0001 * 2**k for k in range(16)]
+# client-go's
+_REQUEST_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
+_BODY_BUCKETS = (*(64, 256, 512), *(1024 * 4**k for k in range(8)))
 
 MapFill = Mapping[str, tuple[int, int]]
 """(entries in use, entries in all) by map."""
@@ -114,6 +117,60 @@ class ApiMetrics:
         self._failures.labels(kind, operation, reason).inc()
 
 
+class RequestMetrics:
+    """What client-go counts of requests to the API server (MET-27). Any thread calls."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            labels = ["verb", "host"]
+            return Histogram(
+                f"rest_client_{name}", text, labels, buckets=tuple(buckets), registry=registry
+            )
+
+        self._answers = Counter(
+            "rest_client_requests",
+            "Requests by what was answered; <error> is no answer.",
+            ["code", "method", "host"],
+            registry=registry,
+        )
+        self._retries = Counter(
+            "rest_client_request_retries",
+            "Requests that were made again with other credentials, by what was answered then.",
+            ["code", "verb", "host"],
+            registry=registry,
+        )
+        self._durations = histogram(
+            "request_duration_seconds",
+            "How long a request took, its limit and its body too; watches are left out.",
+            _REQUEST_BUCKETS_S,
+        )
+        self._waits = histogram(
+            "rate_limiter_duration_seconds",
+            "How long a request waited for the limit of requests.",
+            _REQUEST_BUCKETS_S,
+        )
+        self._sent = histogram("request_size_bytes", "Bytes of a request's body.", _BODY_BUCKETS)
+        self._received = histogram(
+            "response_size_bytes", "Bytes of an answer's body, uncompressed.", _BODY_BUCKETS
+        )
+
+    def throttled(self, verb: str, host: str, *, seconds: float) -> None:
+        self._waits.labels(verb, host).observe(seconds)
+
+    def answered(self, verb: str, host: str, *, code: str, again: bool) -> None:
+        self._answers.labels(code, verb, host).inc()
+        if again:
+            self._retries.labels(code, verb, host).inc()
+
+    def done(
+        self, verb: str, host: str, *, seconds: float, sent: int, received: int | None
+    ) -> None:
+        self._durations.labels(verb, host).observe(seconds)
+        self._sent.labels(verb, host).observe(sent)
+        if received is not None:
+            self._received.labels(verb, host).observe(received)
+
+
 class Metrics:
     """One registry; ``exposition`` is what /metrics answers."""
 
@@ -122,6 +179,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         self.api = ApiMetrics(registry)
+        self.requests = RequestMetrics(registry)
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -176,6 +234,11 @@ class Metrics:
         for family in Family:
             self._programming.labels(family.label)
             self._fine_programming.labels(family.label)
+        self._no_local_endpoints = gauge(
+            f"{sync}_no_local_endpoints_total",
+            "Service ports with a Local policy whose endpoints are all on other nodes.",
+            ["traffic_policy", "ip_family"],
+        )
         self._writes = counter("ebpflb_map_writes", "Map entries written or deleted by syncs.")
         self._repairs = counter(
             "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
@@ -216,10 +279,13 @@ class Metrics:
 
     def event(self, kind: str) -> None:
         """An API object of ``kind`` changed and waits for a sync."""
-        now = time.time()
         if kind in self._changes:
             self._changes[kind].inc()
             self._pending[kind].inc()
+
+    def queued(self) -> None:
+        """A sync is asked for (MET-31), whether or not anybody makes one. Any thread calls."""
+        now = time.time()
         for family in Family:
             self._queued.labels(family.label).set(now)
 
@@ -239,6 +305,11 @@ class Metrics:
         """A change of endpoints is in force, so long after it was made."""
         self._programming.labels(family.label).observe(seconds)
         self._fine_programming.labels(family.label).observe(seconds)
+
+    def no_local_endpoints(self, family: Family, *, internal: int, external: int) -> None:
+        """So many service ports drop what comes in a scope, for want of a local endpoint."""
+        for scope, count in (("internal", internal), ("external", external)):
+            self._no_local_endpoints.labels(scope, family.label).set(count)
 
     def probed(self, path: str, status: int) -> None:
         """/healthz or /livez was answered."""

@@ -21,8 +21,11 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, TypeVar
+from typing import IO, Any, Final, Literal, NamedTuple, TypeVar
 
+import msgspec
+
+from ebpflb.bench.apiserver import Command, Sent
 from ebpflb.bench.workload import (
     GREET_PORT,
     QUIET_PORT,
@@ -169,17 +172,42 @@ class Client(Talker):
         return Watched(int(first), int(dials), int(old_after), int(failed))
 
 
-class Agent:
-    """``ebpflb run`` on a node."""
+class ApiServer(Talker):
+    """``ebpflb.bench.apiserver``; ready when this returns."""
 
-    def __init__(self, node: Node, manifests: Path, *, folder: Path, flags: Sequence[str]) -> None:
+    def __init__(self, node: Node, process: subprocess.Popen[bytes]) -> None:
+        super().__init__("the API server", process)
+        self.node = node
+        port = json.loads(self.line(START_S))["port"]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def begin(self, command: Command) -> None:
+        self.send(msgspec.json.encode(command).decode())
+
+    def sent(self, timeout_s: float = ANSWER_S) -> Sent:
+        """What a change or a feed was, when it has been written."""
+        return msgspec.json.decode(self.line(timeout_s), type=Sent)
+
+    def wait_for(self, what: Literal["list", "watch"], timeout_s: float = START_S) -> int:
+        """Until a list has been asked for, or the slices are watched; returns when that was."""
+        self.begin(Command(do="await", what=what))
+        return int(json.loads(self.line(timeout_s))["at_ns"])
+
+
+class Agent:
+    """``ebpflb run`` on a node; ``source``: the flags that say where the cluster's state is."""
+
+    def __init__(
+        self, node: Node, source: Sequence[str], *, folder: Path, flags: Sequence[str]
+    ) -> None:
         """Start it; nothing is waited for."""
         self.node = node
         self.log = folder / f"agent-{node.name}-{time.monotonic_ns()}.log"
         self.started_s = time.monotonic()
         command = [
             *(sys.executable, "-m", "ebpflb", "run", "--log-format", "json"),
-            *("--manifests", str(manifests), "--hostname-override", NODE_NAME),
+            *source,
+            *("--hostname-override", NODE_NAME),
             *("--pin-path", str(node.pin_path), "--cgroup", str(node.cgroup_root)),
             *flags,
         ]
@@ -228,8 +256,19 @@ class Agent:
                     found[key] = int(value.split()[0])
         return {key: kib * 1024 for key, kib in found.items()}
 
+    def cpu_s(self) -> float:
+        """CPU time that its threads have used, its children not counted."""
+        # The clock of another process's CPU time, as clock_getcpuclockid(3) computes it.
+        return time.clock_gettime(~self.process.pid << 3 | 2)
+
+    def pin(self, cpu: int) -> None:
+        """Let all of its threads run on this CPU alone."""
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), {cpu})
+
     def metric(self, name: str) -> float:
-        """One of its metrics, which has no labels."""
+        """One of its metrics; labels are part of the name, as in Prometheus' text format."""
 
         def ask() -> str:
             from urllib.request import urlopen  # noqa: PLC0415 - only agents with metrics
@@ -332,10 +371,29 @@ class Bed:
     @property
     def plain_cgroup(self) -> Path:
         """A cgroup where ``plain``'s agent serves."""
-        return self.plain.cgroup_root / "pods" / "client"
+        return client_cgroup(self.plain)
 
     def agent(self, node: Node, *flags: str) -> Agent:
-        return Agent(node, self.manifests, folder=self.lab.folder, flags=flags)
+        source = ("--manifests", str(self.manifests))
+        return Agent(node, source, folder=self.lab.folder, flags=flags)
+
+    def api_agent(self, server: ApiServer, *flags: str) -> Agent:
+        """An agent on ``server``'s node that has everything from there."""
+        source = ("--master", server.url)
+        return Agent(server.node, source, folder=self.lab.folder, flags=flags)
+
+    def api_server(self, node: Node) -> ApiServer:
+        """The workload's API server in ``node``'s namespace, where its agent finds it."""
+        command = [
+            *(sys.executable, "-m", "ebpflb.bench.apiserver", "--node-name", NODE_NAME),
+            *("--workload", msgspec.json.encode(self.workload).decode()),
+        ]
+        cgroup = self.lab.cgroup / "outside" / f"api-{node.name}"
+        cgroup.mkdir(parents=True, exist_ok=True)
+        process = self._spawn_command(Place(cgroup, node.netns), command, self.cpus.server)
+        server = ApiServer(node, process)
+        self.programs.append(server)
+        return server
 
     def talker(self, title: str, node: Node, command: Sequence[str]) -> Talker:
         """A program of ours on ``node`` that we talk with."""
@@ -367,11 +425,17 @@ class Bed:
         return min(1.0, max(0.0, (busy - own) / max(total, 0.01)))
 
     def _spawn(self, place: Place, arguments: Sequence[str], cpu: int) -> subprocess.Popen[bytes]:
+        return self._spawn_command(place, [str(self.program), *arguments], cpu)
+
+    def _spawn_command(
+        self, place: Place, command: Sequence[str], cpu: int
+    ) -> subprocess.Popen[bytes]:
         process: subprocess.Popen[bytes] = subprocess.Popen(
-            command_in(place, [str(self.program), *arguments]),
+            command_in(place, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            cwd="/",
         )
         self.lab.reap_at_end(process)
         os.sched_setaffinity(process.pid, {cpu})
@@ -389,6 +453,11 @@ def prepared(workload: Workload, seed: int) -> Iterator[Bed]:
         bed.start_backends()
         bed.write_lists(seed)
         yield bed
+
+
+def client_cgroup(node: Node) -> Path:
+    """A cgroup where ``node``'s agent serves."""
+    return node.cgroup_root / "pods" / "client"
 
 
 def _ticks(pid: int) -> int:

@@ -14,6 +14,7 @@ import msgspec
 
 from ebpflb.bench.connects import MODES, Connects, ProgramCost
 from ebpflb.bench.footprint import FLOWS, GROWING, Crash, Footprint, Restart
+from ebpflb.bench.fromapi import FromApi
 from ebpflb.bench.propagation import Propagation
 
 MIB: Final = 1 << 20
@@ -22,6 +23,10 @@ CONNECT_LIMIT: Final = 1.05
 CHANGE_LIMIT_MS: Final = 20.0
 MEMORY_LIMIT_MIB: Final = 96.0
 MAPS_LIMIT_MIB: Final = 24.0
+LISTS_LIMIT_S: Final = 3.0
+LAG_LIMIT_MS: Final = 250.0
+LOAD_LIMIT: Final = 100.0
+BYTES_LIMIT: Final = 1.05
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -104,11 +109,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     footprint: Footprint
     restart: Restart
     crash: Crash
+    api: FromApi
 
 
 def gates(run: Measured) -> tuple[Gate, ...]:
     latencies, foot = run.connects.latencies, run.footprint
-    failed = run.connects.failed + run.crash.failed + run.propagation.failed
+    watched = (run.propagation, run.api.propagation, run.api.paced, run.api.fed)
+    failed = run.connects.failed + run.crash.failed + sum(one.failed for one in watched)
     peak = max(foot.peak_with_audit, run.restart.peak) / MIB
     growing = sum(foot.maps[name] for name in GROWING) / MIB
     rows: tuple[tuple[str, str, float, float, str], ...] = (
@@ -137,7 +144,7 @@ def gates(run: Measured) -> tuple[Gate, ...]:
         (
             "connects_to_old",
             "connects to an old endpoint behind the first to a new one",
-            run.propagation.old_after,
+            sum(one.old_after for one in watched),
             0,
             "connects",
         ),
@@ -159,8 +166,61 @@ def gates(run: Measured) -> tuple[Gate, ...]:
         ("restart_writes", "map writes of a restart, nothing changed", run.restart.writes, 0, ""),
         ("restart_maps", "maps whose bytes it changed", len(run.restart.changed), 0, ""),
         ("crash_writes", "map writes of a restart after SIGKILL", run.crash.writes, 0, ""),
+        *_api_gates(run.api),
     )
     return tuple(Gate(*row, passed=row[2] <= row[3]) for row in rows)
+
+
+def _api_gates(api: FromApi) -> Iterator[tuple[str, str, float, float, str]]:
+    yield (
+        "api_change_p99",
+        "event of a slice written to first correct connect, p99",
+        api.propagation.p99_ms,
+        CHANGE_LIMIT_MS,
+        "ms",
+    )
+    yield (
+        "api_cold_start",
+        "lists of the API server asked for until all is programmed",
+        api.start.lists_s,
+        LISTS_LIMIT_S,
+        "s",
+    )
+    yield (
+        "api_memory",
+        "agent memory (VmRSS) from the API server, as above",
+        api.start.rss / MIB,
+        MEMORY_LIMIT_MIB,
+        "MiB",
+    )
+    yield (
+        "api_peak",
+        "agent memory, peak (VmHWM) of that start and audit",
+        api.start.peak / MIB,
+        MEMORY_LIMIT_MIB,
+        "MiB",
+    )
+    yield (
+        "event_lag",
+        "1,000 events a second: behind the last one",
+        api.fed.lag_ms,
+        LAG_LIMIT_MS,
+        "ms",
+    )
+    yield (
+        "event_load",
+        "… CPU time of the agent, of one CPU",
+        api.fed.load * 100,
+        LOAD_LIMIT,
+        "%",
+    )
+    yield (
+        "event_bytes",
+        "… bytes read, against those of the events",
+        api.fed.received / api.fed.sent,
+        BYTES_LIMIT,
+        "x",
+    )
 
 
 _MODE_TITLES: Final = {
@@ -193,7 +253,8 @@ def modes(connects: Connects) -> tuple[Mode, ...]:
 
 
 def figures(run: Measured) -> tuple[Figure, ...]:
-    return tuple(Figure(*row) for row in (*_cost_rows(run), *_change_rows(run), *_agent_rows(run)))
+    rows = (*_cost_rows(run), *_change_rows(run), *_agent_rows(run), *_api_rows(run.api))
+    return tuple(Figure(*row) for row in rows)
 
 
 _Row = tuple[str, str, float, str]
@@ -211,7 +272,7 @@ def _change_rows(run: Measured) -> Iterator[_Row]:
     yield "change_decode", "… of it bytes to events, p50", change.decode_ms, "ms"
     yield "change_plan", "… of it events to plan, p50", change.plan_ms, "ms"
     yield "change_write", "… of it plan to maps, p50", change.write_ms, "ms"
-    yield "change_file", "the largest changed file", change.file_bytes / 1024, "KiB"
+    yield "change_file", "the largest changed file", change.change_bytes / 1024, "KiB"
     yield "changes", "changes measured", change.changes, ""
     yield "change_foreign_cpu", "others' share of the CPUs meanwhile", change.foreign_cpu * 100, "%"
 
@@ -230,3 +291,44 @@ def _agent_rows(run: Measured) -> Iterator[_Row]:
         yield f"map_{name}", f"map {name}", foot.maps[name] / MIB, "MiB"
     flows = sum(foot.maps[name] for name in FLOWS) / MIB
     yield "flow_maps", "maps that grow with traffic", flows, "MiB"
+
+
+def _api_rows(api: FromApi) -> Iterator[_Row]:
+    change, start = api.propagation, api.start
+    yield "api_change_p50", "event written to first correct connect, p50", change.p50_ms, "ms"
+    yield "api_change_max", "… the slowest", change.max_ms, "ms"
+    yield "api_change_receive", "… of it written to read, p50", change.receive_ms, "ms"
+    yield "api_change_decode", "… of it bytes to events, p50", change.decode_ms, "ms"
+    yield "api_change_plan", "… of it events to plan, p50", change.plan_ms, "ms"
+    yield "api_change_write", "… of it plan to maps, p50", change.write_ms, "ms"
+    yield "api_change_event", "the largest event", change.change_bytes / 1024, "KiB"
+    yield "api_changes", "changes measured", change.changes, ""
+    foreign_cpu = change.foreign_cpu * 100
+    yield "api_change_foreign_cpu", "others' share of the CPUs meanwhile", foreign_cpu, "%"
+    yield "event_cpu", "CPU time an event, one by one", api.paced.cpu_us, "µs"
+    yield "event_cpu_fed", "… at 1,000 a second", api.fed.cpu_us, "µs"
+    yield "event_lag_paced", "behind the last of those that came one by one", api.paced.lag_ms, "ms"
+    yield "event_writes", "map writes an event", api.fed.writes / api.fed.events, ""
+    yield "events", "events fed", api.paced.events + api.fed.events, ""
+    yield "api_start", "cold start from the API server until synced", start.start_s, "s"
+    yield "api_start_cpu", "… CPU time of the agent", start.cpu_s, "s"
+    yield (
+        "api_restart_writes",
+        "map writes of a restart with it, nothing changed",
+        (api.restart_writes),
+        "",
+    )
+    yield (
+        "api_memory_start",
+        "agent memory (VmRSS) before the audit",
+        start.rss_at_start / MIB,
+        ("MiB"),
+    )
+    yield "api_peak_start", "… peak (VmHWM)", start.peak_at_start / MIB, "MiB"
+    yield (
+        "api_memory_fed",
+        "… (VmRSS) of the restarted agent behind all events",
+        api.rss / MIB,
+        ("MiB"),
+    )
+    yield "api_peak_fed", "… peak (VmHWM)", api.peak / MIB, "MiB"

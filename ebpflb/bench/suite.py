@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark from beginning to end: what is measured, in which order, at which size.
 
-The order matters in one place: the connects are timed while the agents live, and the propagation
-takes over the first agent's maps after it has ended.
+The order matters in two places: the connects are timed while the agents live, and the propagation
+takes over the maps of an agent that has ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import msgspec
 from msgspec import structs
 
 from ebpflb import __version__
-from ebpflb.bench import connects, footprint, propagation, report
-from ebpflb.bench.bed import ANSWER_S, Say, prepared
+from ebpflb.bench import connects, footprint, fromapi, propagation, report
+from ebpflb.bench.bed import ANSWER_S, Bed, Say, prepared
+from ebpflb.bench.fromapi import FromApi
 from ebpflb.bench.numbers import GUARD_HIGH, GUARD_LOW
 from ebpflb.bench.report import Environment, Measured, Report
-from ebpflb.bench.workload import Workload
+from ebpflb.bench.workload import Side, Workload
 from ebpflb.config import Config
 from ebpflb.datapath.ebpf import libbpf
 from ebpflb.datapath.ebpf.attach import HOOKS, cgroup2_root
@@ -34,7 +35,11 @@ SEED: Final = 20260101
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """``rounds`` batches of ``batch`` connects a mode are the samples of a mode."""
+    """``rounds`` batches of ``batch`` connects a mode are the samples of a mode.
+
+    ``changes`` are followed from manifests, and as many from the API server; ``paced`` events come
+    one by one, ``fed`` ones as fast as must be borne.
+    """
 
     workload: Workload
     rounds: int
@@ -42,6 +47,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     changes: int
     dials: int
+    paced: int
+    fed: int
 
     @property
     def samples(self) -> int:
@@ -56,7 +63,15 @@ QUICK: Final = Sizes(
     attempts=5,
     changes=120,
     dials=100_000,
+    paced=2_000,
+    fed=5_500,
 )
+
+PACED_RATE: Final = 400.0
+"""Events a second that an agent takes one by one."""
+
+FED_RATE: Final = 1_000.0
+"""Events a second that must be borne: several times what the largest clusters have."""
 
 
 def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
@@ -102,7 +117,10 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         agent.end()
         plain.end()
         say(f"{sizes.changes} changed manifests, one after another")
-        followed = propagation.measure(bed, changes=sizes.changes, seed=seed, say=say)
+        followed = propagation.measure(
+            bed, propagation.Manifests(bed), changes=sizes.changes, sides={}, seed=seed, say=say
+        )
+        api = _from_api(bed, sizes, seed=seed, say=say)
         environment = _environment(timed, time.monotonic() - began_s)
     say("done")
     measured = Measured(
@@ -112,6 +130,7 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         footprint=start,
         restart=again,
         crash=crash,
+        api=api,
     )
     refused = refusal(timed)
     gates = report.gates(measured)
@@ -124,6 +143,37 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         modes=report.modes(timed),
         figures=report.figures(measured),
         environment=environment,
+    )
+
+
+def _from_api(bed: Bed, sizes: Sizes, *, seed: int, say: Say) -> FromApi:
+    """On a node of its own, whose server has the same objects and whose maps are empty."""
+    server = bed.api_server(bed.lab.node("api"))
+    say("cold start of the agent from an API server")
+    start = fromapi.cold_start(bed, server)
+    say(f"listed and programmed within {start.lists_s:.1f} s; restarting it")
+    agent, restart_writes = fromapi.restart(bed, server)
+    sides: dict[int, Side] = {}
+    feeds = []
+    for events, rate in ((sizes.paced, PACED_RATE), (sizes.fed, FED_RATE)):
+        say(f"{events:,} events, {rate:,.0f} a second")
+        feeds.append(
+            fromapi.feed(bed, server, agent, events=events, rate=rate, sides=sides, seed=seed)
+        )
+    after = agent.status()
+    agent.end()
+    say(f"{sizes.changes} changes by an event, one after another")
+    followed = propagation.measure(
+        bed, propagation.Events(server), changes=sizes.changes, sides=sides, seed=seed, say=say
+    )
+    return FromApi(
+        start=start,
+        restart_writes=restart_writes,
+        paced=feeds[0],
+        fed=feeds[1],
+        rss=after["VmRSS"],
+        peak=after["VmHWM"],
+        propagation=followed,
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster that is measured: so many Services with so many endpoints, as manifest files.
+"""The cluster that is measured: so many Services with so many endpoints, as objects and manifests.
 
-Pure: numbers in, bytes and addresses out. Every endpoint has an address of its own; a backend
-namespace owns a whole prefix and answers at any address in it, so 100,000 endpoints need no
-100,000 interfaces. This file must not know who reads the manifests, nor what is measured.
+Pure: numbers in, objects, bytes and addresses out. Every endpoint has an address of its own; a
+backend namespace owns a whole prefix and answers at any address in it, so 100,000 endpoints need no
+100,000 interfaces. This file must not know who reads the objects, nor what is measured.
 
     Service s            10.96.1.0 + s, port 80
     backend k            10.(128 + 2k).0.0/15, k from 0
@@ -91,8 +91,19 @@ class Workload(NamedTuple):
     def frontend(self, service: int) -> Destination:
         return Destination(_FIRST_SERVICE + service, SERVICE_PORT)
 
-    def backends_of(self, service: int, side: Side = "A") -> list[Destination]:
-        """The endpoints of a Service; ``side`` matters to watched ones only."""
+    @property
+    def quiet(self) -> list[int]:
+        """The numbers of all other Services."""
+        watched = frozenset(self.watched)
+        return [service for service in range(self.services) if service not in watched]
+
+    def backends_of(
+        self, service: int, side: Side = "A", replaced: int | None = None
+    ) -> list[Destination]:
+        """The endpoints of a Service; ``side`` matters to watched ones only.
+
+        ``replaced``: of a quiet one, the endpoint that is another one, as after a pod's end.
+        """
         first = service * self.endpoints
         if service in self.watched:
             half = self.backends // 2
@@ -102,7 +113,7 @@ class Workload(NamedTuple):
                 for j in range(self.endpoints)
             ]
         return [
-            self._endpoint(first + j, (first + j) % self.backends, QUIET_PORT)
+            self._endpoint(first + j, (first + j + (j == replaced)) % self.backends, QUIET_PORT)
             for j in range(self.endpoints)
         ]
 
@@ -114,8 +125,7 @@ class Workload(NamedTuple):
     def lists(self, seed: int) -> tuple[list[Destination], ...]:
         """Random destinations: any endpoint, any Service, endpoints of the hot one, the hot one."""
         rng = random.Random(seed)  # noqa: S311 - a workload, no secret
-        quiet = [service for service in range(self.services) if service not in self.watched]
-        chosen = rng.choices(quiet, k=_LIST_LENGTH)
+        chosen = rng.choices(self.quiet, k=_LIST_LENGTH)
         hot = self.backends_of(HOT)
         return (
             [rng.choice(self.backends_of(service)) for service in chosen],
@@ -124,7 +134,7 @@ class Workload(NamedTuple):
             [self.frontend(HOT)],
         )
 
-    # --- manifests ------------------------------------------------------------------------------
+    # --- manifests and objects ------------------------------------------------------------------
 
     def file_of(self, service: int) -> int:
         return service * self.files // self.services
@@ -135,10 +145,10 @@ class Workload(NamedTuple):
         last = -(-(file + 1) * self.services // self.files)
         items: list[object] = []
         for service in range(first, last):
-            items += [self._service(service), self._slice(service, sides.get(service, "A"))]
+            items += [self.service(service), self.slice(service, sides.get(service, "A"))]
         return msgspec.json.encode({"apiVersion": "v1", "kind": "List", "items": items})
 
-    def _service(self, service: int) -> dict[str, Any]:
+    def service(self, service: int) -> dict[str, Any]:
         address = str(IPv4Address(self.frontend(service).address))
         name = _name(service)
         return {
@@ -161,7 +171,7 @@ class Workload(NamedTuple):
             "status": {"loadBalancer": {}},
         }
 
-    def _slice(self, service: int, side: Side) -> dict[str, Any]:
+    def slice(self, service: int, side: Side = "A", replaced: int | None = None) -> dict[str, Any]:
         """As the EndpointSlice controller writes it, with all that a reader must skip."""
         name = _name(service)
         labels = {
@@ -169,7 +179,7 @@ class Workload(NamedTuple):
             "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",
             "kubernetes.io/service-name": name,
         }
-        backends = self.backends_of(service, side)
+        backends = self.backends_of(service, side, replaced)
         return {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlencode, urlsplit
 
 import urllib3
@@ -34,7 +36,14 @@ _SOCKET_OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
 _ERROR_BYTES: Final = 1 << 16
-_POST_TIMEOUT_S: Final = 10.0
+_SMALL_BYTES: Final = 1 << 22
+_SHORT_TIMEOUT_S: Final = 10.0
+
+_JSON: Final = "application/json"
+_METADATA: Final = f"{_JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{_JSON}"
+
+NO_ANSWER: Final = "<error>"
+"""client-go's word in place of a status code."""
 
 _CONNECTING: Final = frozenset({"unreachable", "tls", "silent", "cut"})
 
@@ -48,11 +57,76 @@ def no_others(_server: str) -> Sequence[str]:
     return ()
 
 
+class RequestMetrics(Protocol):
+    """What is counted of requests, as client-go counts (MET-27). Any thread calls.
+
+    ``verb`` is HTTP's method, ``host`` the server's name or address and its port.
+    """
+
+    def throttled(self, verb: str, host: str, *, seconds: float) -> None:
+        """It waited so long until the limit let it go."""
+        ...
+
+    def answered(self, verb: str, host: str, *, code: str, again: bool) -> None:
+        """It was sent and answered so, ``NO_ANSWER``: not at all; ``again``: after a 401."""
+        ...
+
+    def done(
+        self, verb: str, host: str, *, seconds: float, sent: int, received: int | None
+    ) -> None:
+        """It is over, after so long, its body read: so many bytes, None without an answer."""
+        ...
+
+
+class NoRequestMetrics:
+    """Counts nothing."""
+
+    def throttled(self, verb: str, host: str, *, seconds: float) -> None: ...
+    def answered(self, verb: str, host: str, *, code: str, again: bool) -> None: ...
+    def done(
+        self, verb: str, host: str, *, seconds: float, sent: int, received: int | None
+    ) -> None: ...
+
+
+DEFAULT_QPS: Final = 5.0
+DEFAULT_BURST: Final = 10
+
+
+class Throttle:
+    """client-go's limit: ``burst`` requests at once, then ``qps`` a second; any thread may ask.
+
+    As there (CFG-05) a 0 is its default, and a ``qps`` below 0 limits nothing. Who waits has its
+    turn already, so one that asks often cannot keep the others waiting.
+    """
+
+    def __init__(
+        self, qps: float, burst: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._qps = qps or DEFAULT_QPS
+        self._burst = float(burst or DEFAULT_BURST)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens = self._burst
+        self._filled_s = clock()
+
+    def take(self) -> float:
+        """Take a turn; returns the seconds to wait until it has come."""
+        if self._qps < 0:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            gained = (now - self._filled_s) * self._qps
+            self._tokens = min(self._burst, self._tokens + gained) - 1
+            self._filled_s = now
+            return min(max(0.0, -self._tokens / self._qps), threading.TIMEOUT_MAX)
+
+
 class Client:
     """Makes one request after the other, on a connection of its own; for one thread.
 
     ``others`` names URLs where a server may be reached besides its own; its certificate must then
-    be good for the configured one. They take turns when no connection can be made.
+    be good for the configured one. They take turns when no connection can be made. ``throttle`` is
+    shared by all clients of the agent.
     """
 
     def __init__(
@@ -61,73 +135,78 @@ class Client:
         *,
         others: Callable[[str], Sequence[str]] = no_others,
         connect_timeout_s: float = 5.0,
+        throttle: Throttle | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         self._credentials = credentials
         self._others = others
         self._connect_timeout_s = connect_timeout_s
+        self._throttle = throttle
+        self._metrics = metrics or NoRequestMetrics()
         self._pool: urllib3.PoolManager | None = None
         self._pool_key: tuple[int, str] = (0, "")
         self._turn = 0
         self._stream: Stream | None = None
-        self._interrupted = False
+        self._interrupted = threading.Event()
 
     @contextlib.contextmanager
     def get(
-        self, path: str, query: Mapping[str, str], *, read_timeout_s: float, compressed: bool
+        self,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        read_timeout_s: float,
+        compressed: bool,
+        accept: str = _JSON,
+        endless: bool = False,
     ) -> Iterator[Stream]:
         """GET ``path``; the body is read while this lasts. Raises ApiError for any but 200.
 
         ``read_timeout_s`` is how long nothing may come. A 401 is answered by finding out the
-        credentials anew, once.
+        credentials anew, once. ``endless``: the body is to last; as in client-go such a request
+        is counted, but neither limited nor timed.
         """
-        try:
-            stream = self._get(path, query, read_timeout_s, compressed=compressed)
-        except ApiError as error:
-            self._note(error)
-            raise
-        self._stream = stream
-        try:
-            if self._interrupted:
-                raise InterruptedRequestError
-            yield stream
-        except ApiError as error:
-            self._note(error)
-            raise
-        finally:
-            self._stream = None
-            stream.close()
+        asked = _Asked(
+            "GET",
+            f"{path}?{urlencode(query)}",
+            {"Accept": accept, "Accept-Encoding": "gzip" if compressed else "identity"},
+            read_timeout_s,
+            endless=endless,
+        )
+        with self._request(asked) as stream:
+            if stream.status != HTTPStatus.OK:
+                raise stream.error(path)
+            self._stream = stream
+            try:
+                self._go_on()
+                yield stream
+            finally:
+                self._stream = None
+
+    def metadata(self, path: str, query: Mapping[str, str]) -> bytes:
+        """GET the list at ``path``: its objects' metadata alone, if the server can tell it so.
+
+        Raises ApiError for any answer but 200.
+        """
+        with self.get(
+            path, query, read_timeout_s=_SHORT_TIMEOUT_S, compressed=True, accept=_METADATA
+        ) as stream:
+            return stream.rest()
 
     def post(self, path: str, body: bytes) -> int:
         """POST ``body``, which is JSON; returns the answer's status, whatever that is.
 
         Raises ApiError where no answer came. A 401 is answered as in ``get``.
         """
-        timeout = urllib3.Timeout(connect=self._connect_timeout_s, read=_POST_TIMEOUT_S)
-        for attempt in range(2):
-            generation, access, context = self._credentials.current()
-            server = self._server(access)
-            try:
-                response = self._pool_for(generation, server, access, context).request(
-                    "POST",
-                    f"{server}{path}",
-                    body=body,
-                    headers={**_headers(access), "Content-Type": "application/json"},
-                    timeout=timeout,
-                    retries=False,
-                    redirect=False,
-                )
-            except (HTTPError, OSError, ValueError) as error:
-                failure = explained(error, server, answered=False)
-                self._note(failure)
-                raise failure from None
-            if response.status != HTTPStatus.UNAUTHORIZED or attempt:
-                return int(response.status)
-            self._credentials.renew(generation)
-        raise AssertionError("unreachable")
+        headers = {"Accept": _JSON, "Content-Type": _JSON}
+        asked = _Asked("POST", path, headers, _SHORT_TIMEOUT_S, body=body)
+        with self._request(asked) as stream:
+            stream.rest()
+            return stream.status
 
     def interrupt(self) -> None:
         """End what is going on, for good; the one call that other threads may make."""
-        self._interrupted = True
+        self._interrupted.set()
         stream = self._stream
         if stream is not None:
             stream.shutdown()
@@ -137,39 +216,81 @@ class Client:
             self._pool.clear()
             self._pool = None
 
-    def _get(
-        self, path: str, query: Mapping[str, str], read_timeout_s: float, *, compressed: bool
-    ) -> Stream:
-        timeout = urllib3.Timeout(connect=self._connect_timeout_s, read=read_timeout_s)
-        for attempt in range(2):
-            if self._interrupted:
-                raise InterruptedRequestError
-            generation, access, context = self._credentials.current()
-            server = self._server(access)
-            headers = _headers(access)
-            headers["Accept-Encoding"] = "gzip" if compressed else "identity"
-            url = f"{server}{path}?{urlencode(query)}"
-            try:
-                response = self._pool_for(generation, server, access, context).request(
-                    "GET",
-                    url,
-                    headers=headers,
-                    timeout=timeout,
-                    preload_content=False,
-                    retries=False,
-                    redirect=False,
+    @contextlib.contextmanager
+    def _request(self, asked: _Asked) -> Iterator[Stream]:
+        """Ask, and note what becomes of it. Raises ApiError where no answer came."""
+        began = time.monotonic()
+        host = ""
+        stream: Stream | None = None
+        try:
+            for again in (False, True):
+                generation, access, context = self._credentials.current()
+                server = self._server(access)
+                host = _host(server)
+                self._wait(asked, host)
+                try:
+                    pool = self._pool_for(generation, server, access, context)
+                except (HTTPError, ImportError, ValueError) as error:  # a proxy that cannot be
+                    raise explained(error, server, answered=False) from None
+                stream = self._send(asked, pool, access, server, again=again)
+                if stream.status != HTTPStatus.UNAUTHORIZED or again:
+                    break
+                stream.error("")  # read, so that the connection can be used again
+                stream.close()
+                stream = None
+                self._credentials.renew(generation)
+            assert stream is not None  # noqa: S101 - for the type checker
+            yield stream
+        except ApiError as error:
+            self._note(error)
+            raise
+        finally:
+            if stream is not None:
+                stream.close()
+            if host and not asked.endless:
+                self._metrics.done(
+                    asked.method,
+                    host,
+                    seconds=time.monotonic() - began,
+                    sent=len(asked.body),
+                    received=stream.size if stream is not None else None,
                 )
-            except (HTTPError, OSError, ValueError) as error:
-                raise explained(error, server, answered=False) from None
-            stream = Stream(response, server)
-            if response.status == 200:
-                return stream
-            with contextlib.closing(stream):
-                failure = stream.error(path)
-            if failure.reason != "unauthorized" or attempt:
-                raise failure
-            self._credentials.renew(generation)
-        raise AssertionError("unreachable")
+
+    def _send(
+        self, asked: _Asked, pool: urllib3.PoolManager, access: Access, server: str, *, again: bool
+    ) -> Stream:
+        """Return the answer as soon as its head has come."""
+        code = NO_ANSWER
+        try:
+            response = pool.request(
+                asked.method,
+                f"{server}{asked.target}",
+                body=asked.body or None,
+                headers=_headers(access) | asked.headers,
+                timeout=urllib3.Timeout(connect=self._connect_timeout_s, read=asked.read_timeout_s),
+                preload_content=False,
+                retries=False,
+                redirect=False,
+            )
+            code = str(response.status)
+        except (HTTPError, OSError, ValueError) as error:
+            raise explained(error, server, answered=False) from None
+        finally:
+            self._metrics.answered(asked.method, _host(server), code=code, again=again)
+        return Stream(response, server)
+
+    def _go_on(self) -> None:
+        if self._interrupted.is_set():
+            raise InterruptedRequestError
+
+    def _wait(self, asked: _Asked, host: str) -> None:
+        """Until the limit lets it go. Raises InterruptedRequestError."""
+        if self._throttle is not None and not asked.endless:
+            seconds = self._throttle.take()
+            self._metrics.throttled(asked.method, host, seconds=seconds)
+            if seconds:
+                self._interrupted.wait(seconds)
+        self._go_on()
 
     def _server(self, access: Access) -> str:
         servers = [access.server]
@@ -194,8 +315,24 @@ class Client:
         return self._pool
 
 
+class _Asked(NamedTuple):
+    """What is asked for: the same for a second attempt."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    read_timeout_s: float
+    body: bytes = b""
+    endless: bool = False
+
+
+def _host(server: str) -> str:
+    """The host and port of a URL, without a name and password that may stand before them."""
+    return urlsplit(server).netloc.rpartition("@")[2]
+
+
 def _headers(access: Access) -> dict[str, str]:
-    headers = {"Accept": "application/json", "User-Agent": f"ebpflb/{__version__}"}
+    headers = {"User-Agent": f"ebpflb/{__version__}"}
     if authorization := access.header():
         headers["Authorization"] = authorization
     return headers
@@ -231,6 +368,9 @@ class Stream:
     def __init__(self, response: urllib3.BaseHTTPResponse, server: str) -> None:
         self._response = response
         self.server = server
+        self.status = int(response.status)
+        self.size = 0
+        """Bytes that were read so far, as they were before compression."""
 
     @property
     def received(self) -> int:
@@ -240,9 +380,18 @@ class Stream:
     def read(self) -> bytes:
         """What has come, waiting for it if need be; b"" at the end. Raises ApiError."""
         try:
-            return self._response.read1(READ_BYTES)
+            data = self._response.read1(READ_BYTES)
         except (HTTPError, OSError, ValueError) as error:
             raise explained(error, self.server, answered=True) from None
+        self.size += len(data)
+        return data
+
+    def rest(self) -> bytes:
+        """All that is still to come of a body that is small. Raises ApiError."""
+        body = b""
+        while len(body) < _SMALL_BYTES and (data := self.read()):
+            body += data
+        return body
 
     def shutdown(self) -> None:
         """Let a ``read`` that waits in another thread end."""

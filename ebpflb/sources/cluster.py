@@ -19,13 +19,16 @@ import msgspec
 from ebpflb.model import Event, Node, Synced, Upserted
 from ebpflb.sources import wire
 from ebpflb.sources.addresses import Addresses
-from ebpflb.sources.client import Client
+from ebpflb.sources.client import Client, RequestMetrics, Throttle
 from ebpflb.sources.failures import ApiError, Reason
 from ebpflb.sources.transport import Credentials
 from ebpflb.sources.watch import Operation, Resource, Timing, Watch, WatchMetrics
 
 Notice = Callable[..., None]
 """Where messages go: an event's name, and what a person needs to know as fields."""
+
+GOOD_NEWS: Final = frozenset({"api_back"})
+"""The events that tell of nothing bad; all others ask for somebody's attention."""
 
 _NEEDED: Final = frozenset({"Service", "EndpointSlice"})  # SYNC-01
 _STOP_S: Final = 1.0
@@ -75,9 +78,9 @@ class ApiSource:
     """Tells ``emit`` what the API server has, and how that changes.
 
     Synced follows when Services and EndpointSlices have been listed in full and this Node is there
-    and ``node_ready``; for the Node ``timing.node_s`` is waited at most (SYNC-10), and not at all
-    where we may not read it. ``emit`` and ``notice`` are called on the watches' threads, ``emit``
-    on one at a time. The notices:
+    and ``node_ready``; for the Node ``timing.node_s`` is waited at most (SYNC-10), and only
+    ``timing.forbidden_s`` where we may not read it. ``emit`` and ``notice`` are called on the
+    watches' threads, ``emit`` on one at a time. The notices:
 
     * ``api_lost``: server, resource (None: it is about the server or our credentials as such),
       reason, action; ``api_back``: resource, lost_s;
@@ -94,6 +97,8 @@ class ApiSource:
         *,
         node_name: str,
         metrics: WatchMetrics | None = None,
+        requests: RequestMetrics | None = None,
+        throttle: Throttle | None = None,
         addresses: Addresses | None = None,
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -108,6 +113,7 @@ class ApiSource:
             addresses or Addresses(),
             node_name=node_name,
             node_ready=node_ready,
+            reached=self._nudge_others,
         )
         self._node_timer = threading.Timer(
             self._timing.node_s, self._told.waited_for_node, [self._timing.node_s]
@@ -115,12 +121,15 @@ class ApiSource:
         self._node_timer.daemon = True
         self._stopping = threading.Event()
         self._clients: list[Client] = []
+        self._watches: dict[wire.Kind, Watch] = {}
         self._threads: list[threading.Thread] = []
         for resource in resources(node_name):
             client = Client(
                 credentials,
                 others=self._told.others,
                 connect_timeout_s=self._timing.connect_s,
+                throttle=throttle,
+                metrics=requests,
             )
             watch = Watch(
                 resource,
@@ -133,6 +142,7 @@ class ApiSource:
                 rng=rng,
             )
             self._clients.append(client)
+            self._watches[resource.kind] = watch
             self._threads.append(
                 threading.Thread(target=watch.run, name=f"watch-{resource.kind}", daemon=True)
             )
@@ -157,6 +167,8 @@ class ApiSource:
         self._stopping.set()
         self._told.close()
         self._node_timer.cancel()
+        for watch in self._watches.values():
+            watch.nudge()
         for client in self._clients:
             client.interrupt()
         deadline = time.monotonic() + _STOP_S
@@ -165,6 +177,12 @@ class ApiSource:
                 thread.join(max(0.0, deadline - time.monotonic()))
             if not thread.is_alive():
                 client.close()
+
+    def _nudge_others(self, kind: wire.Kind) -> None:
+        """The watch of ``kind`` has reached the server: nobody need wait for it any more."""
+        for other, watch in self._watches.items():
+            if other != kind:
+                watch.nudge()
 
 
 def load(credentials: Credentials, *, node_name: str, timing: Timing | None = None) -> list[Event]:
@@ -209,6 +227,7 @@ class _Told:
         *,
         node_name: str,
         node_ready: Callable[[Node], bool],
+        reached: Callable[[wire.Kind], None] = lambda _kind: None,
     ) -> None:
         self._emit = emit
         self._notice = notice
@@ -216,6 +235,7 @@ class _Told:
         self._addresses = addresses
         self._node_name = node_name
         self._node_ready = node_ready
+        self._reached = reached
         self._server = ""
         self._lock = threading.Lock()
         self._closed = False
@@ -249,15 +269,15 @@ class _Told:
             self._sync()
 
     def works(self, kind: wire.Kind, *, stream: bool) -> None:
+        if not stream:
+            self._reached(kind)
         self._outages.works(kind, stream=stream)
 
     def failed(
         self, kind: wire.Kind, operation: Operation, error: ApiError, *, row: int, stream: bool
     ) -> None:
         self._outages.failed(kind, operation, error, row=row, stream=stream)
-        if (
-            kind == "Node" and error.reason == "forbidden"
-        ):  # an answer: there is nothing to wait for
+        if kind == "Node" and error.reason == "forbidden":  # it is told when it lasts
             with self._lock:
                 self._node_known = True
                 self._sync()

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can go wrong between us and the API server, one word and one sentence for each.
 
-Made of answers other than 200, of ERROR events and of urllib3's exceptions. This file must not know
-what was asked, nor what is done about it.
+Made of answers other than 200, of ERROR events and of urllib3's exceptions. The sentences are for
+whoever runs the cluster: no exception's own text is among them, which speaks of Python and may hold
+a token. This file must not know what was asked, nor what is done about it.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from http.client import HTTPException, IncompleteRead, RemoteDisconnected
 from typing import Final, Literal
 
 import msgspec
 from urllib3.exceptions import (
     ConnectTimeoutError,
     DecodeError,
+    InvalidHeader,
+    LocationValueError,
     NameResolutionError,
     NewConnectionError,
     ProtocolError,
@@ -136,13 +143,24 @@ def status_error(
     details = status.details or _Details()
     if code == 504 and any(c.reason == "ResourceVersionTooLarge" for c in details.causes or ()):
         reason = "too_new"
-    what = f"answers {code} to {path}" if path else f"ends a watch with {code}"
     return ApiError(
         reason,
-        f"{what}: {message[:500]}",
+        _told(code, path, message[:500]),
         server=server,
         retry_after_s=max(retry_after_s, float(details.retry_after_seconds or 0)),
     )
+
+
+_DENIED: Final = re.compile(r'User "[^"]*" cannot \S+ resource "[^"]*"(?: in API group "[^"]+")?')
+
+
+def _told(code: int, path: str, message: str) -> str:
+    """One sentence; of a 403 who may not do what, without the roles that were looked through."""
+    if code == HTTPStatus.FORBIDDEN and (denied := _DENIED.search(message)):
+        return f"answers {code}: {denied[0]}"
+    if path:
+        return f"answers {code} to {path}: {message}"
+    return f"ends a watch with {code or 'an error'}: {message}"
 
 
 def explained(error: Exception, server: str, *, answered: bool) -> ApiError:
@@ -162,9 +180,11 @@ def _tls_failure(causes: Sequence[BaseException]) -> tuple[Reason, str] | None:
         if isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
             return "cut", "the connection was closed"
         if isinstance(cause, ssl.SSLError):
-            return "tls", f"TLS fails: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
+            return "tls", f"TLS fails: {(cause.reason or _UNKNOWN).replace('_', ' ').lower()}"
     return None
 
+
+_UNKNOWN: Final = "for a reason that is not known"
 
 # In this order: some are kinds of others.
 _FAILURES: Final[Sequence[tuple[type[Exception], Reason, str]]] = (
@@ -173,19 +193,43 @@ _FAILURES: Final[Sequence[tuple[type[Exception], Reason, str]]] = (
     (NewConnectionError, "unreachable", "cannot be connected to: {why}"),
     (ConnectTimeoutError, "unreachable", "does not answer a connect"),
     (ProxyError, "unreachable", "the proxy cannot be used: {why}"),
-    (DecodeError, "garbage", "its answer cannot be decompressed: {why}"),
+    (DecodeError, "garbage", "its answer cannot be decompressed"),
+    (LocationValueError, "unreachable", "its address or its proxy's is no URL that can be used"),
     (ProtocolError, "cut", "the connection broke: {why}"),
+    (InvalidHeader, "cut", "the connection broke: {why}"),
     (OSError, "cut", "the connection broke: {why}"),
+)
+_WHYS: Final[Sequence[tuple[type[Exception], str]]] = (
+    (RemoteDisconnected, "it was closed without an answer"),
+    (IncompleteRead, "it ended too early"),
+    (HTTPException, "what came is no HTTP"),
+    (InvalidHeader, "what came is no HTTP"),
+    (socket.gaierror, "its name cannot be resolved"),
+    (TimeoutError, "it does not answer"),
+    (ConnectTimeoutError, "it does not answer"),
 )
 
 
 def _failure(error: Exception, causes: Sequence[BaseException]) -> tuple[Reason, str]:
-    number = next((c.errno for c in causes if isinstance(c, OSError) and c.errno), 0)
-    why = os.strerror(number) if number else _last_words(causes)
     for kind, reason, text in _FAILURES:
         if isinstance(error, kind):
-            return reason, text.format(why=why)
-    return "unreachable", f"cannot be asked: {why}"
+            return reason, text.format(why=_why(causes))
+    return "unreachable", "no request can be made of its address and our credentials"
+
+
+_TUNNEL: Final = re.compile(r"Tunnel connection failed: (.*)")
+
+
+def _why(causes: Sequence[BaseException]) -> str:
+    """What is behind it, as far as that can be said in words of ours or of the kernel's."""
+    number = next((c.errno for c in causes if isinstance(c, OSError) and (c.errno or 0) > 0), 0)
+    if number:
+        return os.strerror(number)
+    for kind, text in _WHYS:
+        if any(isinstance(cause, kind) for cause in causes):
+            return text
+    answers = (_TUNNEL.match(str(cause)) for cause in causes if isinstance(cause, OSError))
+    return next((f"it answers {answer[1]}" for answer in answers if answer), _UNKNOWN)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -199,18 +243,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             yield from _causes(each)
 
 
-def _last_words(causes: Sequence[BaseException]) -> str:
-    texts = [str(arg) for cause in causes for arg in cause.args if isinstance(arg, str)]
-    return (texts[-1] if texts else type(causes[0]).__name__).rstrip(".")
-
-
 _EXPIRED: Final = 10
 _NOT_YET_VALID: Final = 9
 _WRONG_NAMES: Final = frozenset({62, 64})
 
 
 def _distrust(error: ssl.SSLCertVerificationError) -> str:
-    said = (error.verify_message or str(error)).rstrip(".")
+    said = (error.verify_message or _UNKNOWN).rstrip(".")
     if error.verify_code == _EXPIRED:
         return "its certificate has expired"
     if error.verify_code == _NOT_YET_VALID:

@@ -13,6 +13,7 @@ before the list is complete. Order in a stream is the truth; versions are not co
 
 from __future__ import annotations
 
+import enum
 import random
 import threading
 import time
@@ -45,8 +46,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ``watch_s``: a stream is asked to last so long, at random between the two (client-go's numbers).
     ``grace_s``: how much longer than that it may. ``silence_s``: a server whose streams have had
     bookmarks, which come once a minute, is taken for dead when it is silent for so long.
-    ``healthy_s``: a stream that lasted so long ends the back-off. ``confirm_s``: before an
-    incredible list is asked for again. ``node_s``: how long the start waits for the Node.
+    ``brief_s``: a stream that lasted no longer came to nothing (client-go's number); ``healthy_s``:
+    one that lasted so long was a good one. ``forbidden_s``: a 403 that lasts no
+    longer is that of a server that has just started. ``confirm_s``: before an incredible list is
+    asked for again. ``node_s``: how long the start waits for the Node.
     """
 
     connect_s: float = 5.0
@@ -55,7 +58,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     watch_s: tuple[float, float] = (300.0, 600.0)
     grace_s: float = 15.0
     silence_s: float = 150.0
+    brief_s: float = 1.0
     healthy_s: float = 10.0
+    forbidden_s: float = 10.0
     confirm_s: float = 3.0
     node_s: float = 300.0
     backoff: Callable[[int, random.Random], float] = default_backoff
@@ -91,7 +96,10 @@ class Listener(Protocol):
     def failed(
         self, kind: wire.Kind, operation: Operation, error: ApiError, *, row: int, stream: bool
     ) -> None:
-        """A request failed, or with ``stream`` what came after it, ``row`` times in a row."""
+        """A request failed, or with ``stream`` what came after it, ``row`` times in a row.
+
+        Not called for the 403 that a server gives to everybody when it has just started.
+        """
         ...
 
     def doubted(self, kind: wire.Kind, *, known: int, listed: int) -> None:
@@ -132,8 +140,51 @@ _FORGET_VERSION: Final = frozenset({"gone", "refused", "too_new"})
 # These belong to a watch's life, in whatever form they come.
 _ROUTINE: Final = frozenset({"gone", "too_new"})
 _LONGEST_RETRY_AFTER_S: Final = 120.0
+_NUDGED_S: Final = 0.25
+"""Who was nudged waits at most so long, at random: others were nudged as well."""
 _CACHED: Final = "0"
 """The resourceVersion for: whatever the server has at hand. Any node's start costs etcd nothing."""
+
+
+class _Stage(enum.IntEnum):
+    """How far a try came before it failed."""
+
+    CONNECT = 0
+    """No connection, or none that held: it cost the server next to nothing."""
+    ANSWER = 1
+    """The server was asked and gave no stream: an error, a bad list, no trust."""
+    STREAM = 2
+    """There was a stream, and it was over at once."""
+    BROKEN = 3
+    """There was a stream that went on for a while."""
+
+
+# The pause doubles no more often: to 4, 1 and 2 s; otherwise as far as ``default_backoff`` does.
+_CONNECT_DOUBLINGS: Final = 4
+_STARTING_DOUBLINGS: Final = 2
+_BROKEN_DOUBLINGS: Final = 3
+
+
+class _Rows:
+    """How many failures there were in a row, for each stage by itself.
+
+    Who came further than a stage has ended its row. So a server that could not be reached for long
+    is not avoided once it answers, and one that breaks every stream soon is, though it answers.
+    """
+
+    def __init__(self) -> None:
+        self._rows = dict.fromkeys(_Stage, 0)
+
+    def passed(self, last: _Stage) -> None:
+        """A try came further than ``last``."""
+        self._rows |= {stage: 0 for stage in _Stage if stage <= last}
+
+    def failed(self, stage: _Stage, most: int | None) -> int:
+        """A try came as far as ``stage``; returns how many did before, counting up to ``most``."""
+        self._rows |= {earlier: 0 for earlier in _Stage if earlier < stage}
+        row = self._rows[stage] if most is None else min(self._rows[stage], most)
+        self._rows[stage] = row + 1
+        return row
 
 
 class Watch:
@@ -141,7 +192,7 @@ class Watch:
 
     ``run`` is the body of a thread and returns when ``stopping`` is set. The first list is taken
     from the server's cache, later ones are at least as new as what is known, and one after a 410 is
-    the newest there is. ``client`` is this watch's alone.
+    the newest there is. ``client`` is this watch's alone. Any thread may call ``nudge``.
     """
 
     def __init__(
@@ -173,19 +224,42 @@ class Watch:
         self._doubted = False
         self._complete = False  # listed once
         self._bookmarks = False
-        self._attempt = 0
-        self._broken = 0  # streams in a row that came to nothing
+        self._rows = _Rows()  # for the pauses
+        self._fruitless = 0  # streams in a row that told nothing, of a server that was there
+        self._was_gone = False  # a 410 since the last stream that went on for a while
+        self._forbidden_since: float | None = None
+        self._nudged = threading.Event()
+        self._was_nudged = False  # since the server last gave a stream
+        self._heeds_nudge = False  # in the pause that comes
         self._operation: Operation = "list"
         self._stream_began: float | None = None
 
     def run(self) -> None:
         """List and watch until ``stopping``. Nothing that goes wrong ends it."""
         while not self._stopping.is_set():
-            self._stopping.wait(self.step())
+            self._rest(self.step())
+
+    def nudge(self) -> None:
+        """Somebody has reached the server, or all is to stop: end a pause that waits for it.
+
+        Heeded once, then not before the server has given a stream: what it answers to others it
+        may well refuse here.
+        """
+        self._nudged.set()
+
+    def _rest(self, pause_s: float) -> None:
+        if not self._heeds_nudge:
+            self._stopping.wait(pause_s)
+        elif self._nudged.wait(pause_s):
+            self._was_nudged = True
+            self._rows.passed(_Stage.ANSWER)
+            self._stopping.wait(self._rng.uniform(0.0, _NUDGED_S))
 
     def step(self) -> float:
         """List if that must be, then one stream; returns for how long to pause."""
         self._stream_began = None
+        self._heeds_nudge = False
+        self._nudged.clear()
         try:
             if not self._version:
                 self.list()
@@ -310,8 +384,11 @@ class Watch:
             query,
             read_timeout_s=min(longest_s, timing.silence_s) if self._bookmarks else longest_s,
             compressed=False,
+            endless=True,
         ) as stream:
             began = self._stream_began = self._clock()
+            self._was_nudged = False
+            self._forbidden_since = None
             self._listener.works(self._kind, stream=False)
             for line in envelopes.lines(self._reader(stream, began + longest_s)):
                 self._take_line(line, stream)
@@ -320,9 +397,10 @@ class Watch:
         if self._is_healthy():
             self._recovered()
             return 0.0
-        if self._version == began_at:
+        stage = self._stage()
+        if stage is _Stage.STREAM and self._version == began_at:
             raise ApiError("empty", "ends a watch at once", server=stream.server)
-        return self._pause()
+        return self._pause(stage, _BROKEN_DOUBLINGS if stage is _Stage.BROKEN else None)
 
     def _reader(self, stream: Stream, deadline: float) -> Callable[[], bytes]:
         received = 0
@@ -354,7 +432,7 @@ class Watch:
         else:
             raise MalformedError(f"no event: its type is {line.type!r}")
         self._version = self._at_least = version
-        if self._broken:
+        if self._fruitless:
             self._recovered()
         self._metrics.heard(self._kind)
 
@@ -382,7 +460,7 @@ class Watch:
         if self._is_healthy():
             self._recovered()
         stream = self._stream_began is not None or error.reason in _ROUTINE
-        self._broken += stream
+        self._fruitless += stream
         self._metrics.request_failed(self._kind, self._operation, error.reason)
         if error.reason in _LIST_ANEW:
             self._version = ""
@@ -395,9 +473,43 @@ class Watch:
             for name in self._resource.optional:
                 self._selectors.pop(name, None)
             return 0.0
-        self._listener.failed(self._kind, self._operation, error, row=self._broken, stream=stream)
+        self._heeds_nudge = error.shared and not error.retry_after_s and not self._was_nudged
+        if self._is_starting(error):
+            return self._pause(_Stage.ANSWER, _STARTING_DOUBLINGS)
+        self._listener.failed(
+            self._kind, self._operation, error, row=self._fruitless, stream=stream
+        )
+        stage = self._stage() if stream else _Stage.ANSWER
+        if stage is _Stage.BROKEN:
+            self._was_gone = False
+        elif error.reason == "gone" and not self._was_gone:
+            self._was_gone = True
+            return 0.0
+        if error.reason == "unreachable":
+            self._fruitless = min(self._fruitless, 1)  # its going is what broke the stream
+            return self._pause(_Stage.CONNECT, _CONNECT_DOUBLINGS)
         asked_s = min(error.retry_after_s, _LONGEST_RETRY_AFTER_S)
-        return max(self._pause(), asked_s * self._rng.uniform(1.0, 1.25))
+        # What costs the server a list must become rare, however long its streams last.
+        is_cheap = stage is _Stage.BROKEN and error.reason not in _LIST_ANEW
+        pause_s = self._pause(stage, _BROKEN_DOUBLINGS if is_cheap else None)
+        return max(pause_s, asked_s * self._rng.uniform(1.0, 1.25))
+
+    def _stage(self) -> _Stage:
+        """How far a stream came."""
+        began = self._stream_began
+        brief = began is None or self._clock() - began < self._timing.brief_s
+        return _Stage.STREAM if brief else _Stage.BROKEN
+
+    def _is_starting(self, error: ApiError) -> bool:
+        """Whether the server may have just started: it knows of no rights then, for seconds."""
+        if error.reason == "unreachable":
+            self._forbidden_since = None
+        if error.reason != "forbidden":
+            return False
+        now = self._clock()
+        if self._forbidden_since is None:
+            self._forbidden_since = now
+        return now - self._forbidden_since < self._timing.forbidden_s
 
     def _is_healthy(self) -> bool:
         began = self._stream_began
@@ -406,14 +518,13 @@ class Watch:
     def _recovered(self) -> None:
         """The stream works: it has lasted, or told something."""
         if self._is_healthy():
-            self._attempt = 0
-        self._broken = 0
+            self._rows.passed(_Stage.BROKEN)
+            self._was_gone = False
+        self._fruitless = 0
         self._listener.works(self._kind, stream=True)
 
-    def _pause(self) -> float:
-        seconds = self._timing.backoff(self._attempt, self._rng)
-        self._attempt += 1
-        return seconds
+    def _pause(self, stage: _Stage, most: int | None = None) -> float:
+        return self._timing.backoff(self._rows.failed(stage, most), self._rng)
 
 
 def _key(told: wire.Told) -> ObjectKey:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ebpflb.sources.client import Client
 from ebpflb.sources.cluster import ApiSource
 from ebpflb.sources.transport import Access, Credentials
 from tests.apiserver.consumer import QUICK, Consumer
@@ -47,6 +48,13 @@ def server() -> Iterator[FakeApiServer]:
 @pytest.fixture
 def consumer() -> Consumer:
     return Consumer()
+
+
+@pytest.fixture
+def client(server: FakeApiServer) -> Iterator[Client]:
+    """One that a test's own watch may have."""
+    with closing(Client(Credentials(lambda: Access(server=server.url)))) as client:
+        yield client
 
 
 Watching = Callable[..., ApiSource]

@@ -25,6 +25,7 @@ QUICK = Timing(
     watch_s=(60.0, 60.0),
     silence_s=1.0,
     healthy_s=0.5,
+    forbidden_s=0.0,
     confirm_s=0.01,
     node_s=60.0,
     backoff=lambda attempt, rng: min(0.05, 0.002 * 2**attempt) * rng.uniform(0.5, 1.5),

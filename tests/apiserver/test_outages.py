@@ -25,7 +25,7 @@ def test_losing_the_server_is_two_lines(
     assert (lost, back) == ("api_lost", "api_back")
     assert fields["server"] == server.url
     assert fields["resource"] is None
-    assert "Connection" in fields["reason"]  # refused, or reset while it went down
+    assert "onnection" in fields["reason"]  # refused, or reset while it went down
     assert "stays in force" in fields["action"]
 
 

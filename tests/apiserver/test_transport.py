@@ -340,6 +340,12 @@ def test_a_proxy_is_asked_for_the_server(server: FakeApiServer) -> None:
     assert server.requests[0].headers["Host"] == "api.example:6443"
 
 
+def test_a_proxy_that_is_no_url_is_no_fault_of_ours() -> None:
+    error = failure(Access(server="https://api.example", proxy="gopher://127.0.0.1:1"))
+    assert error.reason == "unreachable"
+    assert "no URL that can be used" in error.text
+
+
 def test_a_proxy_that_is_down_is_named() -> None:
     error = failure(Access(server="https://api.example", proxy="http://127.0.0.1:1"))
     assert "proxy" in error.text

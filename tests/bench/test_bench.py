@@ -18,6 +18,7 @@ from msgspec import structs
 from ebpflb.bench import connects, report, suite
 from ebpflb.bench.connects import Connects, Latency, ProgramCost
 from ebpflb.bench.footprint import FLOWS, GROWING, Crash, Footprint, Restart
+from ebpflb.bench.fromapi import ApiStart, Feed, FromApi
 from ebpflb.bench.numbers import in_guard, median, percentile
 from ebpflb.bench.propagation import Propagation
 from ebpflb.bench.report import Measured, Report
@@ -28,7 +29,9 @@ from ebpflb.model import Upserted
 from ebpflb.sources.documents import read_objects
 
 TINY = Workload(services=20, endpoints=4, files=4, backends=4, watched_services=2)
-SIZES = suite.Sizes(workload=TINY, rounds=4, batch=20, attempts=1, changes=6, dials=400)
+SIZES = suite.Sizes(
+    workload=TINY, rounds=4, batch=20, attempts=1, changes=6, dials=400, paced=40, fed=200
+)
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -118,12 +121,15 @@ def measured() -> Report:
 
 
 def test_everything_is_measured(measured: Report) -> None:
-    assert len(measured.gates) == 11
+    assert len(measured.gates) == 18
     assert {mode.name for mode in measured.modes} == set(connects.MODES)
     assert all(mode.samples == SIZES.samples for mode in measured.modes)
     assert all(mode.p50_us > 0 for mode in measured.modes)
     figures = {figure.name: figure.measured for figure in measured.figures}
     assert figures["changes"] == SIZES.changes
+    assert figures["api_changes"] == SIZES.changes
+    assert figures["events"] == SIZES.paced + SIZES.fed
+    assert figures["event_writes"] > 0
     assert figures["crash_connects"] >= SIZES.dials
     assert figures["cold_writes"] > TINY.services
     assert figures["program_cluster_ip"] > 0
@@ -133,7 +139,7 @@ def test_what_no_noise_can_excuse_holds_at_any_size(measured: Report) -> None:
     gates = {gate.name: gate for gate in measured.gates}
     for name in (
         *("failed_connects", "connects_to_old", "restart_writes", "restart_maps", "crash_writes"),
-        "growing_maps",
+        *("growing_maps", "event_bytes"),
     ):
         assert gates[name].passed, gates[name]
 
@@ -141,7 +147,13 @@ def test_what_no_noise_can_excuse_holds_at_any_size(measured: Report) -> None:
 # --- verdicts ----------------------------------------------------------------------------------
 
 
-def made_up(*, ratio: float = 1.0, failed: int = 0, writes: int = 0) -> Measured:
+FED = Feed(5500, 5.5, 2.0, 270.0, 0.27, 1000, 1000, 11, 100, 0, 0)
+FOLLOWED = Propagation(100, 1000, 1.0, 2.0, 3.0, 0.1, 0.5, 0.3, 0.2, 1000, 0, 0, 0.1)
+
+
+def made_up(
+    *, ratio: float = 1.0, failed: int = 0, writes: int = 0, lists_s: float = 1.0, fed: Feed = FED
+) -> Measured:
     """A run in which all is well but for what is asked."""
     latency = Latency(100, 20.0, 40.0, 1.0, 1.0, 1.0)
     latencies = dict.fromkeys(connects.MODES, latency)
@@ -149,10 +161,11 @@ def made_up(*, ratio: float = 1.0, failed: int = 0, writes: int = 0) -> Measured
     return Measured(
         connects=Connects(latencies, True, 1, failed, "", 0.1),
         costs={"cluster_ip": ProgramCost("random ClusterIPs", 10, 500.0)},
-        propagation=Propagation(100, 1000, 1.0, 2.0, 3.0, 0.5, 0.3, 0.2, 1000, 0, 0, 0.1),
+        propagation=FOLLOWED,
         footprint=Footprint(1.0, 50.0, 100, 1, 1, 1, 1, 1, dict.fromkeys((*GROWING, *FLOWS), 1)),
         restart=Restart(1.0, writes, (), 1),
         crash=Crash(1000, 0, "", 0),
+        api=FromApi(ApiStart(2.0, lists_s, 1.3, 1, 1, 1, 1), 0, FED, fed, 1, 1, FOLLOWED),
     )
 
 
@@ -164,8 +177,26 @@ def made_up(*, ratio: float = 1.0, failed: int = 0, writes: int = 0) -> Measured
         (made_up(ratio=1.051), {"connect_random"}),
         (made_up(failed=1), {"failed_connects"}),
         (made_up(writes=1), {"restart_writes"}),
+        (made_up(lists_s=3.1), {"api_cold_start"}),
+        (made_up(fed=FED._replace(lag_ms=251)), {"event_lag"}),
+        (made_up(fed=FED._replace(load=1.01)), {"event_load"}),
+        (made_up(fed=FED._replace(received=1051)), {"event_bytes"}),
+        (made_up(fed=FED._replace(failed=1)), {"failed_connects"}),
+        (made_up(fed=FED._replace(old_after=1)), {"connects_to_old"}),
     ],
-    ids=["nothing", "at the limit", "a slow connect", "a failed connect", "a needless write"],
+    ids=[
+        "nothing",
+        "at the limit",
+        "a slow connect",
+        "a failed connect",
+        "a needless write",
+        "a slow list",
+        "a queue of events that grows",
+        "a busy agent",
+        "bytes that are read twice",
+        "a failed connect under events",
+        "an old endpoint under events",
+    ],
 )
 def test_a_gate_is_missed_by(run: Measured, missed: set[str]) -> None:
     assert {gate.name for gate in report.gates(run) if not gate.passed} == missed

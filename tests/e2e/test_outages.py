@@ -108,7 +108,7 @@ def test_killed_and_started_again_under_load(
             assert_followed(world, objects, changes)
     for agent, mark in zip(world.agents, marks, strict=True):
         told = [entry for entry in agent.log(since=mark) if entry["level"] != "info"]
-        assert len(told) <= 6 * ROUNDS, told
+        assert len(told) <= 4 * ROUNDS, told
 
 
 def test_an_api_server_that_goes_in_order_comes_back(

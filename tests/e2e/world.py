@@ -28,8 +28,8 @@ ZONES: Final = ("a", "b")
 FULL: Final = os.environ.get("EBPFLB_TEST_FULL", "") not in {"", "0"}
 """Whether there is more time than CI has: `make test-full`."""
 
-FOLLOW_S: Final = 120.0
-"""An agent whose streams broke a few times in a row lets the server rest, as client-go does."""
+FOLLOW_S: Final = 45.0
+"""An agent looks for a server that is gone every 6 s at most; the rest is for a busy machine."""
 
 Protocol = Literal["tcp", "udp"]
 

@@ -161,6 +161,23 @@ def test_what_happened_several_times_is_a_series() -> None:
     assert "series" not in body(REJECTED)
 
 
+@pytest.mark.parametrize(
+    ("data", "uid"),
+    [
+        (b'{"items": [{"metadata": {"name": "web", "uid": "1-2"}}]}', "1-2"),
+        (b'{"items": [{"metadata": {"name": "web"}}]}', ""),
+        (b'{"items": []}', ""),
+        (b'{"items": null}', ""),
+        (b"{}", ""),
+    ],
+)
+def test_an_objects_uid_is_read_from_a_list_of_it(data: bytes, uid: str) -> None:
+    assert events.uid_in(data) == uid
+    with_uid = json.loads(events.body_of(REJECTED, node_name=NODE, now_s=NOW_S, uid=uid))
+    assert with_uid["regarding"].get("uid", "") == uid
+    assert with_uid["metadata"] == body(REJECTED)["metadata"]
+
+
 # --- how many ------------------------------------------------------------------------------------
 
 
@@ -250,11 +267,12 @@ class Server:
         return [body["note"] for _, body in self.posted]
 
 
-def recorder(post: Callable[[str, bytes], int]) -> Recorder:
+def recorder(post: Callable[[str, bytes], int], read: events.Read | None = None) -> Recorder:
     limits = Limits(burst=10_000, of_one=10_000, again_s=0)
     return Recorder(
         post,
         NODE,
+        read=read,
         limiter=Limiter(Clock(), limits),
         clock=lambda: NOW_S,
         retries_s=(0.001, 0.001, 0.001),
@@ -374,6 +392,25 @@ def test_the_limit_is_kept_by_telling() -> None:
     for _ in range(5):
         made.tell(REJECTED)
     assert (made._queue.qsize(), made.dropped) == (1, 4)
+
+
+def test_the_uid_is_looked_for_again_with_each_try_until_it_is_found() -> None:
+    answers: list[bytes | None] = [None, b'{"items": [{"metadata": {"uid": "7"}}]}']
+
+    def read(_path: str, _query: object) -> bytes:
+        answer = answers.pop(0)
+        if answer is None:
+            raise ConnectionError("nobody there")
+        return answer
+
+    server = Server(0, 500, 201)
+    made = recorder(server, read)
+    with capture_logs() as lines:
+        made._send(REJECTED, 1)
+    found = [sent["regarding"].get("uid") for _, sent in server.posted]
+    assert found == [None, "7", "7"]
+    assert not answers
+    assert {line["log_level"] for line in lines} == {"debug"}
 
 
 def test_the_end_does_not_wait_for_another_try() -> None:

@@ -353,6 +353,24 @@ class MappedArray:
             self._memory.close()
 
 
+# --- this process's memory ---------------------------------------------------------------------
+
+_M_TRIM_THRESHOLD = -1
+_M_ARENA_MAX = -8
+_TRIM_BYTES = 128 << 10
+
+
+def share_one_heap() -> None:
+    """Let all threads allocate from one heap that is given back early; best before there are any.
+
+    glibc gives each thread a heap of its own, and that keeps what its largest list needed: 5 MiB
+    for three watches. Another libc has no such thing.
+    """
+    if hasattr(_libc(), "mallopt"):
+        _libc().mallopt(_M_ARENA_MAX, 1)
+        _libc().mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
 # --- the order of stores -----------------------------------------------------------------------
 
 _MEMBARRIER_PRIVATE_EXPEDITED = 8
