@@ -69,13 +69,13 @@ def _words(name: ServicePortName) -> str:
 
 def _dialled(frontend: Frontend) -> str:
     if frontend.kind is FrontendKind.NODE_PORT:
-        return str(frontend.port)
+        return f"{frontend.port}"
     return format_endpoint(frontend.address, frontend.port)
 
 
 def _selection(selection: Selection) -> str:
     if selection.verdict is not Verdict.FORWARD:
-        return selection.verdict.value
+        return f"{selection.verdict.value}"
     return _backends(selection.backends)
 
 

@@ -93,7 +93,7 @@ def api_object(kind: str, name: str, body: str) -> ApiObject:
 
 def _metadata(name: str, said: dict[str, Any]) -> ApiObject:
     namespace, _, short = name.rpartition("/")
-    kept = {key: said.pop(key) for key in _LABELS if key in said}
+    kept: ApiObject = {key: said.pop(key) for key in _LABELS if key in said}
     return {"namespace": namespace, "name": short, **kept}
 
 

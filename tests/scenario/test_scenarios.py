@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import yaml
 
-from ebpflb.datapath.ebpf import audit, libbpf
+from ebpflb.datapath.ebpf import audit
 from ebpflb.datapath.ebpf.maps import PinFolder, sizes
 from ebpflb.datapath.ebpf.tables import KernelTables, Tables, read
 from ebpflb.datapath.ebpf.writer import Writer
@@ -82,7 +82,8 @@ class Run:
         self._tell(LocalAddresses(frozenset(map(parse_address, step.arguments))))
 
     def _apply(self, step: Step) -> None:
-        self._tell(told(api_object(*step.arguments, step.body)))
+        kind, name = step.arguments
+        self._tell(told(api_object(kind, name, step.body)))
 
     def _delete(self, step: Step) -> None:
         kind, name = step.arguments
@@ -180,7 +181,6 @@ def test_in_memory(path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
 def test_on_the_kernels_maps(path: Path) -> None:
-    assert libbpf is not None
     with kernel_tables() as tables:
         tell(path, tables)
 

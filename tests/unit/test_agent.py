@@ -16,8 +16,7 @@ from ebpflb.errors import DatapathError
 from ebpflb.health import Health
 from ebpflb.metrics import Metrics
 from ebpflb.model import Plan, ServicePortName, Synced, Upserted
-from ebpflb.planner.plan import Planner
-from tests.builders import NODE, at, endpoint_slice, pod_ip, port_name, service
+from tests.builders import NODE, at, endpoint_slice, new_planner, pod_ip, port_name, service
 
 SYNC_PERIOD_S = 30.0
 AUDIT_PERIOD_S = 600.0
@@ -74,7 +73,7 @@ class Bench:
         self.metrics = Metrics()
         self.datapath = Scripted()
         self.loop = Loop(
-            Planner(NODE),
+            new_planner(),
             self.metrics,
             self.health,
             node_name=NODE,
@@ -113,7 +112,7 @@ def bench() -> Bench:
 def test_a_slow_first_list_does_not_turn_it_red() -> None:
     clock = Clock()
     health = Health(SYNC_PERIOD_S, clock)
-    loop = Loop(Planner(NODE), Metrics(), health, node_name=NODE, audit_period_s=1.0, clock=clock)
+    loop = Loop(new_planner(), Metrics(), health, node_name=NODE, audit_period_s=1.0, clock=clock)
     loop.put(Upserted(service()))
     clock.now += LIMIT_S
     assert health.healthy()

@@ -582,8 +582,8 @@ def local_counts(planner: Planner) -> dict[str, tuple[int, int]]:
         ),
         pytest.param(
             [endpoint_slice(at(A, NODE)), endpoint_slice(at(A6, NODE), name="six")],
-            2,
-            id="HC-06 of both families",
+            1,
+            id="HC-06 a pod has an address of each family",
         ),
         pytest.param(
             [endpoint_slice(at(A, NODE, TERMINATING), at(B, NODE, UNUSABLE), at(C))],
