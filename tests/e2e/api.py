@@ -122,7 +122,7 @@ class Api:
         data = None if body is None else json.dumps(body).encode()
         with self._lock:
             try:
-                self._connection.request(method, target, data, headers)
+                self._send(method, target, data, headers)
                 answer = self._connection.getresponse()
                 status, text = answer.status, answer.read()
             except BaseException:
@@ -135,6 +135,16 @@ class Api:
             told = said if isinstance(said, dict) else {}
             raise ApiError(status, told.get("reason", "?"), told.get("message", str(said)))
         return said
+
+    def _send(
+        self, method: str, target: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> None:
+        """A connection that the server has closed meanwhile takes nothing: that is tried anew."""
+        try:
+            self._connection.request(method, target, data, dict(headers))
+        except UNREACHABLE:
+            self._connection.close()
+            self._connection.request(method, target, data, dict(headers))
 
     # --- objects --------------------------------------------------------------------------------
 
