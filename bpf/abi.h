@@ -212,7 +212,8 @@ struct sock_udp {
 struct udp_conn {
 	__be32 backend[4];
 	__be16 backend_port;
-	__u16 pad;
+	__u8 scope; /* of the frontend that was dialled, and its flags */
+	__u8 flags;
 	__u32 id;
 	__u64 netns;
 };

@@ -142,7 +142,8 @@ static __always_inline void forget(struct bpf_sock_addr *ctx, const struct front
 
 /* `to` is where the socket goes; a refused UDP socket goes `nowhere`. */
 static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
-				      u32 id, const struct backend_address *to)
+				      const struct frontend_value *frontend,
+				      const struct backend_address *to)
 {
 	struct udp_conn conn = {};
 	struct sock_peer *peer;
@@ -160,12 +161,14 @@ static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct fr
 	copy_address(peer->backend, to->address);
 	peer->frontend_port = dialled->port;
 	peer->backend_port = to->port;
-	peer->id = id;
+	peer->id = frontend->id;
 	if (ctx->protocol != IPPROTO_UDP)
 		return;
 	copy_address(conn.backend, to->address);
 	conn.backend_port = to->port;
-	conn.id = id;
+	conn.scope = frontend->scope;
+	conn.flags = frontend->flags;
+	conn.id = frontend->id;
 	conn.netns = bpf_get_netns_cookie(ctx);
 	cookie = bpf_get_socket_cookie(ctx);
 	if (udp_conn.update(&cookie, &conn))
@@ -176,24 +179,23 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 {
 	struct backend_address to = {};
 	struct frontend_key dialled = {};
-	struct frontend_value *frontend;
+	struct frontend_value *found, frontend;
 	enum verdict verdict;
-	u32 id;
 
 	read_dialled(ctx, v6, &dialled);
-	frontend = find_frontend(ctx, &dialled);
-	if (frontend && frontend->kind == KIND_PROBE) {
+	found = find_frontend(ctx, &dialled);
+	if (found && found->kind == KIND_PROBE) {
 		note_probe(ctx, v6 ? HOOK_CONNECT6 : HOOK_CONNECT4);
 		return 1;
 	}
 	if (already_refused())
 		return 1;
-	if (!frontend) {
+	if (!found) {
 		forget(ctx, &dialled);
 		return 1;
 	}
-	id = frontend->id;
-	verdict = choose(frontend, bpf_get_netns_cookie(ctx), &to);
+	frontend = *found;
+	verdict = choose(&frontend, bpf_get_netns_cookie(ctx), &to);
 	if (verdict == UNTOUCHED) {
 		forget(ctx, &dialled);
 		return 1;
@@ -204,12 +206,12 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 			return 0;
 		/* UDP gets its error on the next call, as from a REJECT on the way (NOEP-10). */
 		nowhere(&dialled, &to);
-		note_peer(ctx, &dialled, id, &to);
+		note_peer(ctx, &dialled, &frontend, &to);
 		write_address(ctx, v6, to.address, to.port);
 		return 1;
 	}
-	note_peer(ctx, &dialled, id, &to);
-	count_connection(id);
+	note_peer(ctx, &dialled, &frontend, &to);
+	count_connection(frontend.id);
 	write_address(ctx, v6, to.address, to.port);
 	return 1;
 }

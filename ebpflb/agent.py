@@ -519,7 +519,15 @@ def run(config: Config) -> None:
             )
             watch.start()
             stack.callback(watch.stop)
-        datapath = stack.enter_context(start_ebpf(options, loop.wake))
+        datapath = stack.enter_context(
+            start_ebpf(
+                options,
+                loop.wake,
+                lambda walk: metrics.stale_walked(
+                    walk.duration_s, walk.cut, unreached=walk.unreached
+                ),
+            )
+        )
         stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
         stack.enter_context(_on_signal(loop.stop))
         stack.callback(service_health.close)

@@ -232,7 +232,7 @@ def test_a_dump_tells_the_age_of_affinity_and_connected_sockets(pins: Path) -> N
     key = abi.LAYOUTS["affinity_key"].pack(struct.pack("=QQ", 99, 0), web, 0)
     value = abi.LAYOUTS["affinity_value"].pack(7, (8080).to_bytes(2), pod, used, 7)
     write(pins, "affinity", key, value)
-    udp = abi.LAYOUTS["udp_conn"].pack(parse_address(pod_ip(3)), (53).to_bytes(2), dns, 99)
+    udp = abi.LAYOUTS["udp_conn"].pack(parse_address(pod_ip(3)), (53).to_bytes(2), 0, 0, dns, 99)
     write(pins, "udp_conn", struct.pack("=Q", 1234), udp)
     found = as_json("map", "dump", "affinity", "udp_conn", "--pin-path", pins)
     (record,) = found["affinity"]

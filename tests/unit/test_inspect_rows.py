@@ -378,10 +378,10 @@ def test_members_show_the_role_by_service() -> None:
 def test_connected_udp_sockets_show_cookies_and_backend() -> None:
     layout = abi.LAYOUTS["udp_conn"]
     items = [
-        (struct.pack("=Q", 30), layout.pack(parse_address("127.0.0.1"), bytes(2), 5, 8)),
+        (struct.pack("=Q", 30), layout.pack(parse_address("127.0.0.1"), bytes(2), 0, 0, 5, 8)),
         (
             struct.pack("=Q", 20),
-            layout.pack(parse_address(pod_ip(1)), (53).to_bytes(2), 2, 7),
+            layout.pack(parse_address(pod_ip(1)), (53).to_bytes(2), 0, 0, 2, 7),
         ),
     ]
     assert rows.udp_conn_rows(items, NAMES) == [

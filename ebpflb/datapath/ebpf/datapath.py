@@ -25,11 +25,12 @@ from ebpflb.datapath.ebpf.attach import BIND_HOOKS, HOOKS, Attachment, require_c
 from ebpflb.datapath.ebpf.encode import PROBE_ADDRESSES, PROBE_PORT
 from ebpflb.datapath.ebpf.grace import KernelGate
 from ebpflb.datapath.ebpf.maps import Map, PinFolder, sizes
+from ebpflb.datapath.ebpf.stale import StaleUdp, Walk
 from ebpflb.datapath.ebpf.tables import KernelTables, read
 from ebpflb.datapath.ebpf.writer import Writer
 from ebpflb.errors import DatapathError
 from ebpflb.logs import Log
-from ebpflb.model import Family, Plan, ServicePortName, format_address
+from ebpflb.model import Family, Plan, Protocol, ServicePortName, format_address
 
 _log = Log("ebpf")
 
@@ -69,6 +70,7 @@ class EbpfDatapath:
         folder: PinFolder,
         maps: Mapping[str, Map],
         wake: Callable[[], None],
+        walked: Callable[[Walk], None],
     ) -> None:
         self._options = options
         self._folder = folder
@@ -84,6 +86,17 @@ class EbpfDatapath:
         self._grace.wait()  # nobody reads what an earlier writer freed
         self._gate = KernelGate(self._grace.wait, wake)
         self._writer = Writer(self._tables, self._gate)
+        self._stale = StaleUdp(
+            maps,
+            programmed=lambda: self._writer.ids,
+            grace=self._grace.wait,
+            walked=walked,
+        )
+        # Maps that hold no service port were made anew, or nobody was served: whichever it was,
+        # an id that a socket remembers is not one that they will give out.
+        self._is_new = not self._writer.programmed
+        if self._is_new:
+            self._stale.disown()
         self._build = self._plan_build()
         self._programs: Mapping[str, int] | None = None
         self._serving = False
@@ -149,6 +162,11 @@ class EbpfDatapath:
         )
         self._attach()
         self._prove()
+        inherited = self._stale.inherit()
+        if inherited:
+            _log.info("took over connected UDP sockets", sockets=inherited)
+        if self._is_new:  # until now, programs of before gave out ids of maps of before
+            self._stale.disown()
         for name in self._folder.remove_others(self._maps):
             _log.info("removed the map of another version or size", map=name)
         self._serving = True
@@ -218,6 +236,11 @@ class EbpfDatapath:
         self._unrepaired = frozenset()
         if not self._serving:
             self._serve()
+            self._stale.request()
+        elif report.writes and (
+            changed is None or any(name.protocol is Protocol.UDP for name in changed)
+        ):
+            self._stale.request()
         self._note_fill()
         return report
 
@@ -227,6 +250,7 @@ class EbpfDatapath:
         finally:
             # Whatever is wrong with the programs, the maps are looked after.
             maps = self._audit_maps(plan)
+            self._stale.request(sweep=True)
         return found + maps
 
     def _audit_programs(self) -> list[Difference]:
@@ -291,6 +315,7 @@ class EbpfDatapath:
         }
 
     def close(self) -> None:
+        self._stale.close()
         self._gate.close()
         self._grace.close()
         self._settings.close()
@@ -301,7 +326,11 @@ class EbpfDatapath:
 
 
 @contextlib.contextmanager
-def start(options: EbpfOptions, wake: Callable[[], None]) -> Iterator[EbpfDatapath]:
+def start(
+    options: EbpfOptions,
+    wake: Callable[[], None],
+    walked: Callable[[Walk], None] = lambda _walk: None,
+) -> Iterator[EbpfDatapath]:
     """Take the lock, open or make the maps, compile what must be compiled.
 
     ``wake`` is called from another thread when something that was deferred can go on. Raises
@@ -316,7 +345,7 @@ def start(options: EbpfOptions, wake: Callable[[], None]) -> Iterator[EbpfDatapa
 
     with folder.lock(waiting):
         datapath = EbpfDatapath(
-            options, folder, folder.open_or_create(sizes(options.map_sizes)), wake
+            options, folder, folder.open_or_create(sizes(options.map_sizes)), wake, walked
         )
         try:
             yield datapath

@@ -167,6 +167,11 @@ class Writer:
         return self._ports.keys()
 
     @property
+    def ids(self) -> frozenset[int]:
+        """Of the service ports that are programmed, not of those that go. Any thread may ask."""
+        return frozenset([port.id for port in self._ports.copy().values()])
+
+    @property
     def slots_used(self) -> int:
         """Slots of `backends` that are published or wait for a grace period."""
         return self._tables.backend_entries - self._free.free
