@@ -379,13 +379,13 @@ ROOM = [
     pytest.param("frontends", 2 + 2 + 3 * 2, id="frontends"),
     pytest.param("ports", 2 + 3 * 2, id="ports"),
     pytest.param("names", 2 + 3 * 2, id="names"),
-    pytest.param("backends", 2 + 3 * 2, id="backends"),
+    pytest.param("backends", 2 * (2 + 3 * 2), id="backends"),
     pytest.param("members", 1 + 3 * 1, id="members"),
 ]
 
 
 def a_service(narrow: Place, number: int) -> Spec:
-    """Two service ports of one backend each; the UDP one has a member."""
+    """Two service ports of one backend each, in both its sets; the UDP one has a member."""
     return narrow.spec(number, udp={53: 8080})
 
 
@@ -455,7 +455,7 @@ def test_many_ports_of_many_endpoints_fill_the_map_and_leave_it_empty(narrow: Pl
         used = agent.metrics()
         assert used['ebpflb_map_entries{map="ports"}'] == 1
         wait_until(
-            lambda: agent.metrics()['ebpflb_map_entries{map="backends"}'] == 1,
+            lambda: agent.metrics()['ebpflb_map_entries{map="backends"}'] == 2,
             what="every slot is free again",
         )
         narrow.manifests.put(msgspec.structs.replace(big, tcp={1: 8080}))
