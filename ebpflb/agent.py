@@ -34,6 +34,7 @@ from ebpflb.localcount import NoLocalEndpoints
 from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import (
+    Address,
     Deleted,
     EndpointSlice,
     Event,
@@ -43,6 +44,7 @@ from ebpflb.model import (
     NodePorts,
     ObjectKey,
     Refused,
+    Rejected,
     ServicePortName,
     Synced,
     Upserted,
@@ -103,6 +105,8 @@ class Loop:
         self._programming = Programming(time.time())
         self._no_local = NoLocalEndpoints()
         self._known_node: Node | None = None
+        self._addresses: tuple[Address, ...] = ()  # the last that the Node had
+        self._ending: _Stop | None = None
         self.node: Node | None = None
         """This node as it was last told; any thread may look."""
         self._queue: queue.SimpleQueue[Event | _Wake | _Stop] = queue.SimpleQueue()
@@ -148,6 +152,8 @@ class Loop:
         now = self._clock()
         for event in events:
             self._apply(event)
+        if self._ending is not None:
+            return self._ending  # what is in force stays so until the next agent knows better
         self._woken |= woken
         self._retry |= self._retry_at is not None and now >= self._retry_at
         self._is_due |= bool(events) or self._woken or self._retry
@@ -201,6 +207,10 @@ class Loop:
             if key.name != self._node_name:
                 return
             self._follow_node(event)
+            believed = self._believable(event)
+            if believed is None:
+                return
+            event = believed
         elif isinstance(event, Upserted) and isinstance(event.obj, EndpointSlice):
             self._programming.changed(event.obj)
         elif key.kind == EndpointSlice.__name__:
@@ -215,17 +225,35 @@ class Loop:
         why = self._why_restart(self._known_node, now)
         self._known_node, self.node = self._known_node or now, now
         if why:
-            self.stop(why)
+            self._ending = _Stop(why)
+
+    def _believable(self, event: Upserted | Deleted | Refused) -> Upserted | Deleted | None:
+        """What the plan is told of this node's Node; None: what was known stays in force.
+
+        A Node that cannot be read, or has no addresses for a moment, is still this node: its
+        NodePorts must not go for that.
+        """
+        if isinstance(event, Refused):
+            rejected = Rejected(event.key, event.reason)
+            _log.warning("not understood; what was known of it counts", **_told(rejected))
+            self._tell(events.not_served(rejected))
+            return None
+        if isinstance(event, Upserted) and isinstance(event.obj, Node):
+            if event.obj.addresses:
+                self._addresses = event.obj.addresses
+            else:
+                return Upserted(msgspec.structs.replace(event.obj, addresses=self._addresses))
+        return event
 
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
         started = self._clock()
         update = self._planner.update()
         self._no_local.changed(update.changed, update.plan)
         for one in update.rejected:
-            _log.warning("not served", object=str(one.key), reason=one.reason)
+            _log.warning("not served", **_told(one))
             self._tell(events.not_served(one))
         for one in update.mended:
-            _log.info("served again", object=str(one.key), was=one.reason)
+            _log.info("mended or gone", object=str(one.key), was=one.reason)
         self._metrics.rejected(self._planner.rejected_count)
         compared_all = self._compare_all
         changed = set(update.changed)
@@ -332,6 +360,10 @@ class Loop:
             _log.error("audit repaired more differences", more=len(found) - 20)
 
 
+def _told(one: Rejected) -> dict[str, object]:
+    return {"object": str(one.key), "reason": one.reason}
+
+
 def _notice(event: str, /, **fields: object) -> None:
     _log.warning(event, **fields)
 
@@ -385,12 +417,13 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
         return _Cluster(ManifestSource(config.manifests, emit, notice=_notice), None)
     # TLS and HTTP cost memory that a node with manifests need not have.
     from ebpflb.sources.client import Client, Throttle  # noqa: PLC0415
-    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource  # noqa: PLC0415
+    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource, has_address  # noqa: PLC0415
     from ebpflb.sources.transport import Credentials, Where, load_access  # noqa: PLC0415
 
     def notice(event: str, /, **fields: object) -> None:
         (_log.info if event in GOOD_NEWS else _log.warning)(event, **fields)
 
+    uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
     where = Where(kubeconfig=config.kubeconfig, master=config.master)
     credentials = Credentials(lambda: load_access(where), notice)
     limits = config.kube_proxy.client_connection
@@ -403,6 +436,7 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
         metrics=metrics.api,
         requests=metrics.requests,
         throttle=throttle,
+        node_ready=lambda node: has_address(node) and (not uses_pod_cidrs or bool(node.pod_cidrs)),
     )
     client = Client(credentials, throttle=throttle, metrics=metrics.requests)
     return _Cluster(source, events.Recorder(client.post, config.node_name, read=client.metadata))

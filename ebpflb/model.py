@@ -127,6 +127,11 @@ class Network(msgspec.Struct, frozen=True, order=True, gc=False):
     def family(self) -> Family:
         return family_of(self.address)
 
+    @property
+    def admits_all(self) -> bool:
+        """Whether every address of its family is in it."""
+        return self.length == (96 if self.family is Family.IPV4 else 0)
+
     def __contains__(self, address: bytes) -> bool:
         """Whether the address is in the range; one of the other family never is."""
         if family_of(address) is not self.family:

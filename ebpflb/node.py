@@ -13,8 +13,10 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -65,15 +67,18 @@ def local_addresses() -> frozenset[Address]:
       no local route to it either, and tells when it has;
     * those of local routes (/32 and /128), as cloud agents and load balancers make them.
 
+    What kube-proxy's ipvs mode left on its own device is every Service's address and no node's.
     Not in it are the other addresses of local networks: of 127.0.0.0/8, or where all of a prefix
     is local to a node. Raises OSError.
     """
+    of_interface = partial(_address_of_interface, foreign=_ipvs_device())
+    of_route = partial(_address_of_route, foreign=_ipvs_device())
     with _netlink() as kernel:
-        found = set(_dumped(kernel, _RTM_GETADDR, bytes(_IFADDRMSG.size), _address_of_interface))
+        found = set(_dumped(kernel, _RTM_GETADDR, bytes(_IFADDRMSG.size), of_interface))
         for family in (socket.AF_INET, socket.AF_INET6):
             wanted = _RTMSG.pack(family, 0, 0, 0, _RT_TABLE_LOCAL, 0, 0, _RTN_LOCAL, 0)
             try:
-                found |= set(_dumped(kernel, _RTM_GETROUTE, wanted, _address_of_route))
+                found |= set(_dumped(kernel, _RTM_GETROUTE, wanted, of_route))
             except OSError as error:
                 if error.errno not in _HAS_NO_ROUTES:
                     raise
@@ -216,6 +221,7 @@ _IFA_ADDRESS: Final = 1
 _IFA_LOCAL: Final = 2  # differs from the former where that is the other end's
 _IFA_F_TENTATIVE: Final = 0x40  # also set where a duplicate has been found
 _RTA_DST: Final = 1
+_RTA_OIF: Final = 4
 _RT_TABLE_LOCAL: Final = 255
 _RTN_LOCAL: Final = 2
 
@@ -320,23 +326,34 @@ def _messages(data: bytes) -> Iterator[_Message]:
         at += _aligned(max(length, _NLMSGHDR.size))
 
 
-def _address_of_interface(body: bytes) -> Address | None:
+def _ipvs_device() -> int:
+    """The number of the device that ipvs mode makes; 0 where there is none."""
+    try:
+        return socket.if_nametoindex("kube-ipvs0")
+    except OSError:
+        return 0
+
+
+def _address_of_interface(body: bytes, *, foreign: int = 0) -> Address | None:
     if not body:
         return None
-    family, _, flags, _, _ = _IFADDRMSG.unpack_from(body)
-    if flags & _IFA_F_TENTATIVE:
+    family, _, flags, _, device = _IFADDRMSG.unpack_from(body)
+    if flags & _IFA_F_TENTATIVE or (foreign and device == foreign):
         return None
     found = dict(_attributes(body[_IFADDRMSG.size :]))
     return _address(family, found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS))
 
 
-def _address_of_route(body: bytes) -> Address | None:
+def _address_of_route(body: bytes, *, foreign: int = 0) -> Address | None:
     if not body:
         return None
     family, length, _, _, table, _, _, kind, _ = _RTMSG.unpack_from(body)
     if (table, kind, length) != (_RT_TABLE_LOCAL, _RTN_LOCAL, 8 * _ADDRESS_BYTES.get(family, 0)):
         return None
-    return _address(family, dict(_attributes(body[_RTMSG.size :])).get(_RTA_DST))
+    found = dict(_attributes(body[_RTMSG.size :]))
+    if foreign and found.get(_RTA_OIF) == foreign.to_bytes(4, sys.byteorder):
+        return None
+    return _address(family, found.get(_RTA_DST))
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:

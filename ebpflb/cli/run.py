@@ -93,7 +93,8 @@ def _is_true(name: str, text: str | None) -> bool:
     "map_sizes",
     multiple=True,
     metavar="NAME=N[,NAME=N…]",
-    help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names.",
+    help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names,"
+    " node_addrs.",
 )
 @click.option(
     "--sync-period",

@@ -352,7 +352,7 @@ def _print_page(found: Status) -> None:
         ("node ports", [_answering(found.node_ports)]),
         ("agent", _agent_items(found.agent)),
     ):
-        render.print_line(Styled(f"  {key:<10}", "dim"), *items)
+        render.print_line(Styled(f"  {key:<11}", "dim"), *items)
     _heading("programs", "asked of the kernel")
     render.print_table(
         [

@@ -40,12 +40,14 @@ class Here(msgspec.Struct, frozen=True):
 def look(options: PlannerOptions, node: Node | None, local: frozenset[Address]) -> Here:
     """Put together what is known: ``node`` None is no Node object, ``local`` the interfaces'.
 
-    The node's own addresses are those of the Node object and the bind address, and all that its
-    interfaces have where neither says one.
+    The node's own addresses are those of the Node object and the bind address that an interface
+    has: nothing is sent from an address that is only translated to (a cloud's external one). Where
+    there is none such, all that its interfaces have.
     """
     known = node.addresses if node else ()
     bound = _bound(options)
-    own = {*known, *bound} or {one for one in local if not special_use(one)}
+    here = {one for one in local if not special_use(one)}
+    own = ({*known, *bound} & here if here else {*known, *bound}) or here
     return Here(
         zone=node.zone if node else "",
         addresses=tuple(sorted(own)),

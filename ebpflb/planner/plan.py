@@ -170,6 +170,8 @@ class Planner:
         ranges = tuple(
             each for each in service.source_ranges if guards and each.family is port.name.family
         )
+        if any(each.admits_all for each in ranges):
+            ranges = ()
         return PlannedPort(
             name=port.name,
             frontends=port.frontends,

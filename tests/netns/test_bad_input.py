@@ -348,7 +348,7 @@ def test_an_object_that_is_mended_is_served_and_said(place: Place, agent: Agent)
     place.manifests.put_objects("s20.json", [broken, v4])
     agent.wait_for("not served", since=since)
     place.manifests.put_objects("s20.json", [service, v4])
-    agent.wait_for("served again", since=since)
+    agent.wait_for("mended or gone", since=since)
     wait_until(lambda: place.reaches(20), what="it is served")
 
 

@@ -72,6 +72,16 @@ def test_an_interfaces_address(body: bytes, address: str | None) -> None:
     assert node._address_of_interface(body) == (parse_address(address) if address else None)
 
 
+def test_what_ipvs_mode_left_is_no_address_of_the_nodes() -> None:
+    """Every Service's address is on its device; NodePorts do not answer there."""
+    body = struct.pack("=BBBBI", socket.AF_INET, 32, 0, 0, 7) + attribute(2, packed("10.96.0.10"))
+    assert node._address_of_interface(body, foreign=7) is None
+    assert node._address_of_interface(body, foreign=8) == parse_address("10.96.0.10")
+    by_route = route(socket.AF_INET, "10.96.0.10") + attribute(4, struct.pack("=I", 7))
+    assert node._address_of_route(by_route, foreign=7) is None
+    assert node._address_of_route(by_route, foreign=8) == parse_address("10.96.0.10")
+
+
 def route(
     family: int, destination: str, *, length: int = 32, table: int = 255, kind: int = 2
 ) -> bytes:

@@ -431,7 +431,18 @@ def test_another_nodes_zone_means_nothing() -> None:
         pytest.param(node(NOT_IN_RANGES, IN_RANGES), [], {}, True, id="any of them"),
         pytest.param(node("fd00::1"), [], {}, False, id="another family's is not"),
         pytest.param(
-            node(NOT_IN_RANGES), [IN_RANGES], {}, False, id="what the Node says is believed"
+            node(NOT_IN_RANGES),
+            [IN_RANGES, NOT_IN_RANGES],
+            {},
+            False,
+            id="of what interfaces have the Node's count",
+        ),
+        pytest.param(
+            node(NOT_IN_RANGES, IN_RANGES),
+            [NOT_IN_RANGES],
+            {},
+            False,
+            id="an address that is only translated to sends nothing",
         ),
         pytest.param(node(), [IN_RANGES], {}, True, id="a Node without addresses has its own"),
         pytest.param(None, [IN_RANGES, "127.0.0.1"], {}, True, id="no Node"),

@@ -8,9 +8,10 @@ the cgroup is left alone. This file must not know what a program does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,17 +105,38 @@ class Attachment:
         except OSError as error:
             hint = "make its folder again, or restart the agent"
             raise _os_error("create", self._links, error, hint) from None
+        with self._opened() as cgroup_fd:
+            return sum(
+                self._ensure(hook, programs[hook.name], cgroup_fd)
+                for hook in EVERY_HOOK
+                if hook.name in programs
+            ) + sum(map(self._detach, self._unwanted()))
+
+    @contextlib.contextmanager
+    def on_trial(self, programs: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Let those of ``programs`` run on the cgroup meanwhile that have no link there yet.
+
+        Those are what it yields. What is pinned stays as it is: whether they run for us is found
+        out before anything moves.
+        """
+        with contextlib.ExitStack() as stack:
+            cgroup_fd = stack.enter_context(self._opened())
+            tried = [
+                hook for hook in EVERY_HOOK if hook.name in programs and self._look(hook).problem
+            ]
+            for hook in tried:
+                stack.callback(os.close, self._link(hook, programs[hook.name], cgroup_fd))
+            yield frozenset(hook.name for hook in tried)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
         try:
             cgroup_fd = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             hint = "make it again, or restart the agent with another --cgroup"
             raise _os_error("open", self._cgroup, error, hint) from None
         try:
-            return sum(
-                self._ensure(hook, programs[hook.name], cgroup_fd)
-                for hook in EVERY_HOOK
-                if hook.name in programs
-            ) + sum(map(self._detach, self._unwanted()))
+            yield cgroup_fd
         finally:
             os.close(cgroup_fd)
 
@@ -145,8 +167,20 @@ class Attachment:
             finally:
                 os.close(link_fd)
             return True
+        link_fd = self._link(hook, prog_fd, cgroup_fd)
         try:
-            link_fd = libbpf.link_create(prog_fd, cgroup_fd, hook.attach_type, hook.name)
+            path.unlink(missing_ok=True)  # ours is attached already: no gap
+            libbpf.obj_pin(link_fd, str(path))
+        except OSError as error:
+            raise _os_error("replace", path, error, _not_ours(path)) from None
+        finally:
+            os.close(link_fd)
+        return True
+
+    def _link(self, hook: Hook, prog_fd: int, cgroup_fd: int) -> int:
+        """Attach beside whatever else is there; returns the link's descriptor."""
+        try:
+            return libbpf.link_create(prog_fd, cgroup_fd, hook.attach_type, hook.name)
         except DatapathError as error:
             if error.errno == errno.EPERM and (foreign := self._foreign(hook)):
                 raise DatapathError(
@@ -158,14 +192,6 @@ class Attachment:
                     fatal=True,
                 ) from None
             raise
-        try:
-            path.unlink(missing_ok=True)  # ours is attached already: no gap
-            libbpf.obj_pin(link_fd, str(path))
-        except OSError as error:
-            raise _os_error("replace", path, error, _not_ours(path)) from None
-        finally:
-            os.close(link_fd)
-        return True
 
     def _foreign(self, hook: Hook) -> str:
         """Who forbids company on this cgroup or one above it, in words; "" where nobody does."""

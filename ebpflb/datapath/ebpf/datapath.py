@@ -13,9 +13,10 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,7 +35,10 @@ from ebpflb.model import Family, Plan, Protocol, ServicePortName, format_address
 
 _log = Log("ebpf")
 
+_HOOK = "HOOK_"
+
 SO_COOKIE = 57
+SO_NETNS_COOKIE = 71
 SETTINGS = abi.LAYOUTS["settings"]
 PROBE = abi.LAYOUTS["probe"]
 
@@ -57,6 +61,14 @@ class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
     retval: bool | None = None
     protect_nodeports: bool = False
     agent: Mapping[str, object] = {}
+
+
+class _Probed(NamedTuple):
+    """``runs``: how many programs of these maps met the agent's own connect at this hook."""
+
+    hook: str
+    runs: int
+    netns: int
 
 
 class EbpfDatapath:
@@ -145,6 +157,7 @@ class EbpfDatapath:
                     raise DatapathError(
                         "attach", name, hint="it was made for other maps than those that are open"
                     )
+            self._try(programs)
             self._write_settings(programs=0)
             changed = self._attachment.ensure(programs)
             self._write_settings(programs=self._build.digest())
@@ -158,10 +171,12 @@ class EbpfDatapath:
         self._write_settings(
             udp_timeout_ns=_seconds(_UDP_TIMEOUT, 30) * 10**9,
             udp_stream_timeout_ns=_seconds(_UDP_STREAM_TIMEOUT, 120) * 10**9,
-            options=json.dumps(dict(self._options.agent), sort_keys=True).encode(),
         )
+        if not self._read_settings().host_netns:
+            self._write_settings(host_netns=_own_netns())
         self._attach()
         self._prove()
+        self._write_settings(options=_left_behind(self._options.agent))
         inherited = self._stale.inherit()
         if inherited:
             _log.info("took over connected UDP sockets", sockets=inherited)
@@ -172,40 +187,65 @@ class EbpfDatapath:
         self._serving = True
 
     def _prove(self) -> None:
-        """A connect of our own through the hooks; it tells this network namespace's cookie too.
+        """A connect of our own runs through the hooks, and tells this network namespace's cookie.
 
-        Raises DatapathError (fatal) when the hooks do not run for this process.
+        Raises DatapathError (fatal) where it does not.
         """
         self._proved = False
-        cookies = set()
+        probed = self._probe_hooks()
+        for one in probed:
+            if not one.runs:
+                raise self._not_seen(one.hook)
+        self._write_settings(host_netns=probed[-1].netns)
+        self._proved = True
+
+    def _try(self, programs: Mapping[str, int]) -> None:
+        """Whether ``programs`` will run for this process, before anything that works is moved.
+
+        Raises DatapathError (fatal) where they do not.
+        """
+        probed = {one.hook: programs[one.hook] for one in self._probe_hooks()}
+        before = {one.hook: one.runs for one in self._probe_hooks()}
+        with self._attachment.on_trial(probed) as on_trial:
+            for one in self._probe_hooks():
+                if one.hook in on_trial and one.runs <= before[one.hook]:
+                    raise self._not_seen(one.hook)
+
+    def _probe_hooks(self) -> list[_Probed]:
+        """A connect of our own in each family that this kernel has."""
+        found = []
         for family, kind, hook in (
-            (Family.IPV4, socket.AF_INET, "HOOK_CONNECT4"),
-            (Family.IPV6, socket.AF_INET6, "HOOK_CONNECT6"),
+            (Family.IPV4, socket.AF_INET, "connect4"),
+            (Family.IPV6, socket.AF_INET6, "connect6"),
         ):
             try:
                 probe = socket.socket(kind, socket.SOCK_DGRAM)
             except OSError:
-                continue  # a kernel without this family
-            slot = abi.CONSTANTS[hook] * PROBE.size
+                continue
+            at = slice(
+                (slot := abi.CONSTANTS[_HOOK + hook.upper()] * PROBE.size), slot + PROBE.size
+            )
+            before: Any = PROBE.unpack(self._probe.view[at])
             with probe:
                 cookie = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8))[0]
                 # Anybody may dial that address; the program answers to this socket alone.
                 self._probe.words[(slot + PROBE.offsets["expected"]) // 8] = cookie
                 with contextlib.suppress(OSError):
                     probe.connect((format_address(PROBE_ADDRESSES[family]), PROBE_PORT))
-            seen: Any = PROBE.unpack(self._probe.view[slot : slot + PROBE.size])
-            if seen.socket != cookie:
-                raise DatapathError(
-                    "verify",
-                    f"the {hook.removeprefix('HOOK_').lower()} hook",
-                    hint=f"it is attached to {self._options.cgroup} but did not see a connect() of "
-                    "this very process: run the agent inside of that cgroup, or name the root of "
-                    "the host's cgroup v2 with --cgroup",
-                    fatal=True,
-                )
-            cookies.add(seen.netns)
-        self._write_settings(host_netns=int(cookies.pop()))
-        self._proved = True
+            seen: Any = PROBE.unpack(self._probe.view[at])
+            runs = seen.runs - before.runs if seen.socket == cookie else 0
+            found.append(_Probed(hook, runs, seen.netns))
+        return found
+
+    def _not_seen(self, hook: str) -> DatapathError:
+        return DatapathError(
+            "verify",
+            f"the {hook} hook",
+            hint=f"on {self._options.cgroup} it does not see a connect() of this very process: run "
+            "the agent inside of that cgroup, or name the root of the host's cgroup v2 with "
+            "--cgroup",
+            fatal=True,
+        )
 
     # --- settings -------------------------------------------------------------------------------
 
@@ -238,8 +278,8 @@ class EbpfDatapath:
             self._serve()
             self._stale.request()
         elif report.writes and (
-            changed is None or any(name.protocol is Protocol.UDP for name in changed)
-        ):
+            not changed or any(name.protocol is Protocol.UDP for name in changed)
+        ):  # not changed: of all, or of the node alone, which decides who is refused
             self._stale.request()
         self._note_fill()
         return report
@@ -351,6 +391,29 @@ def start(
             yield datapath
         finally:
             datapath.close()
+
+
+def _own_netns() -> int:
+    """This network namespace's cookie; 0 where the kernel does not tell it (before 5.14).
+
+    The proof tells it everywhere, but not before the programs run.
+    """
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as own:
+        try:
+            cookie = own.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+        except OSError:
+            return 0
+    return int.from_bytes(cookie, sys.byteorder)
+
+
+def _left_behind(agent: Mapping[str, object]) -> bytes:
+    """What the commands are told, without what they can do without where that is too long."""
+    said = json.dumps(dict(agent), sort_keys=True).encode()
+    if len(said) < abi.CONSTANTS["ABI_OPTIONS_LEN"]:
+        return said
+    _log.warning("the options are too long for `check`: it plans by the defaults", bytes=len(said))
+    kept = {key: value for key, value in agent.items() if key != "planner"}
+    return json.dumps(kept, sort_keys=True).encode()
 
 
 def _seconds(path: Path, default: int) -> int:
