@@ -53,16 +53,13 @@ enum frontend_kind {
 	KIND_PROBE = 4, /* the agent's own test that the hooks run */
 };
 
-/* Source ranges: whom a load balancer's address is not for, as far as a socket can tell. */
-enum frontend_flag {
-	FRONTEND_NO_PODS = 1,
-	FRONTEND_NO_HOST = 2,
-};
-
 enum port_flag {
 	PORT_INTERNAL_LOCAL = 1, /* internalTrafficPolicy: the local set is for the ClusterIP */
 	PORT_EXTERNAL_LOCAL = 2, /* externalTrafficPolicy: … for those who come from outside */
 	PORT_IPV6 = 4,
+	/* Source ranges: whom the load balancer's addresses are not for, as far as a socket can tell. */
+	PORT_LB_NO_PODS = 8,
+	PORT_LB_NO_HOST = 16,
 };
 
 enum backend_flag {
@@ -116,8 +113,7 @@ struct frontend_value {
 	__u32 id;
 	__u8 kind;
 	__u8 scope;
-	__u8 flags;
-	__u8 pad;
+	__u16 pad;
 };
 
 /* An address of this node at which NodePorts answer; their frontends are at the unspecified one. */
@@ -212,8 +208,8 @@ struct sock_udp {
 struct udp_conn {
 	__be32 backend[4];
 	__be16 backend_port;
-	__u8 scope; /* of the frontend that was dialled, and its flags */
-	__u8 flags;
+	__u8 scope; /* of the frontend that was dialled, and its kind */
+	__u8 kind;
 	__u32 id;
 	__u64 netns;
 };
@@ -245,6 +241,7 @@ struct probe {
 	__u64 expected;
 	__u64 socket;
 	__u64 netns;
+	__u64 runs; /* how often a hook has met one: a program that is tried beside another adds one */
 };
 
 #endif

@@ -219,9 +219,9 @@ static __always_inline u32 set_for(u32 flags, u32 scope, u64 netns)
 /* Source ranges (LB-06). A pod's address is not known at connect(). */
 static __always_inline bool is_kept_out(u32 flags, u64 netns)
 {
-	if (!flags)
+	if (!(flags & (PORT_LB_NO_HOST | PORT_LB_NO_PODS)))
 		return false;
-	return flags & (is_host(netns) ? FRONTEND_NO_HOST : FRONTEND_NO_PODS);
+	return flags & (is_host(netns) ? PORT_LB_NO_HOST : PORT_LB_NO_PODS);
 }
 
 /*
@@ -235,7 +235,7 @@ static __always_inline enum verdict choose(const struct frontend_value *frontend
 					   struct backend_address *chosen)
 {
 	struct affinity_key key = {};
-	u32 id = frontend->id, index = index_of(id), flags, slot, which;
+	u32 id = frontend->id, index = index_of(id), port_flags, flags, slot, which;
 	struct port *port;
 	struct backend *backend;
 	u64 word, now = 0;
@@ -246,13 +246,21 @@ static __always_inline enum verdict choose(const struct frontend_value *frontend
 	if (!port)
 		return REJECT_FOREIGN;
 
-	which = set_for(*(volatile u8 *)&port->flags, frontend->scope, netns);
+	port_flags = *(volatile u8 *)&port->flags;
+	which = set_for(port_flags, frontend->scope, netns);
 	word = *(volatile u64 *)&port->word[which];
 	flags = word >> ABI_WORD_FLAGS_SHIFT;
 	if (flags & WORD_UNTOUCHED)
 		return UNTOUCHED;
-	if (is_kept_out(frontend->flags, netns))
-		return REJECT_POLICY;
+	if (frontend->kind == KIND_LOAD_BALANCER) {
+		/*
+		 * Ranges close before a word changes and open after it: who looks on both sides of
+		 * the word never has the backends of one plan and the ranges of another.
+		 */
+		port_flags |= *(volatile u8 *)&port->flags;
+		if (is_kept_out(port_flags, netns))
+			return REJECT_POLICY;
+	}
 
 	if (flags & WORD_AFFINITY) {
 		now = bpf_ktime_get_ns();

@@ -80,6 +80,7 @@ static __always_inline void note_probe(struct bpf_sock_addr *ctx, u32 hook)
 		return;
 	seen->netns = bpf_get_netns_cookie(ctx);
 	seen->socket = cookie;
+	__sync_fetch_and_add(&seen->runs, 1);
 }
 
 /* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
@@ -167,7 +168,7 @@ static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct fr
 	copy_address(conn.backend, to->address);
 	conn.backend_port = to->port;
 	conn.scope = frontend->scope;
-	conn.flags = frontend->flags;
+	conn.kind = frontend->kind;
 	conn.id = frontend->id;
 	conn.netns = bpf_get_netns_cookie(ctx);
 	cookie = bpf_get_socket_cookie(ctx);

@@ -174,6 +174,21 @@ def test_source_ranges_are_switched_on_and_off_under_way(
         assert steady.stop().failed == 0
 
 
+def test_who_is_let_in_all_the_while_notices_nothing_of_changing_ranges(
+    world: World, service: MakeService
+) -> None:
+    """LB-07, E-LB02: the node dials; not one connect fails or goes past the Service."""
+    handle = service(pods=world.backends[:1], balanced=True)
+    host = handle.spec.ingress_ips[0]
+    here = "192.168.50.0/24"
+    with world.node.tcp_loop(host, 80, interval_s=0.0, timeout_s=SHORT_S) as steady:
+        for ranges in ((here,), (), (here, ELSEWHERE), ()) * 5:
+            handle.set(source_ranges=ranges)
+        outcome = steady.stop()
+    assert outcome.failed == 0, outcome
+    assert outcome.backends.keys() == {"be1"}
+
+
 def test_open_conversations_outlive_a_range(world: World, service: MakeService) -> None:
     """As conntrack has it: a range is for who begins."""
     handle = service(pods=world.backends[:1], balanced=True)

@@ -187,12 +187,12 @@ def forget_the_frontend(place: Place) -> None:
 
 
 def lead_the_frontend_to_another_service(place: Place) -> None:
-    value = FRONTEND_VALUE.pack(place.id(place.other), 0, 0, 0)
+    value = FRONTEND_VALUE.pack(place.id(place.other), 0, 0)
     place.kernel.put("frontends", frontend(place.web.ipv4), value)
 
 
 def add_a_frontend(place: Place) -> None:
-    value = FRONTEND_VALUE.pack(place.id(place.other), 0, 0, 0)
+    value = FRONTEND_VALUE.pack(place.id(place.other), 0, 0)
     place.kernel.put("frontends", frontend(cluster_ip(250)), value)
 
 

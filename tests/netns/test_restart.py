@@ -332,7 +332,7 @@ def test_what_a_crash_or_another_left_in_the_maps_is_cleaned(place: Place) -> No
             kernel.put(
                 "frontends",
                 key.pack(address, (80).to_bytes(2), Protocol.TCP),
-                value.pack(wrong_id, 0, 0, 0),
+                value.pack(wrong_id, 0, 0),
             )
         member = abi.LAYOUTS["member_key"].pack(parse_address("10.244.1.9"), b"\0\x50", 2, 4711)
         kernel.put("members", member, bytes(abi.LAYOUTS["member_value"].size))

@@ -320,7 +320,7 @@ def test_who_was_refused_by_a_policy_is_told_when_that_allows_a_backend(
 def test_who_is_kept_out_by_source_ranges_is_not_cut_again_and_again(
     world: World, service: MakeService, open_socket: OpenSocket, all_seen: Any
 ) -> None:
-    """LB-06: whatever its backends do, a pod that dials anew is refused anew."""
+    """LB-06: whatever its backends do, a pod that dials anew is refused anew; till they open."""
     handle = service(
         pods=world.backends[:1], tcp={}, balanced=True, source_ranges=("192.0.2.0/24",)
     )
@@ -331,6 +331,8 @@ def test_who_is_kept_out_by_source_ranges_is_not_cut_again_and_again(
     handle.set(endpoints=ready(*world.backends[:2]))
     assert all_seen() == 0
     assert not is_cut(sock)
+    handle.set(source_ranges=())
+    wait_for_cut(sock)
 
 
 @pytest.mark.parametrize("client", ["p1", "node"])

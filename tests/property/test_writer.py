@@ -36,6 +36,8 @@ from ebpflb.datapath.ebpf.tables import (
     PORT,
     PORT_EXTERNAL_LOCAL,
     PORT_INTERNAL_LOCAL,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     SETS,
     index_of,
     read,
@@ -100,7 +102,7 @@ def planned_ports(draw: st.DrawFn, name: ServicePortName) -> PlannedPort:
         frontends.add(Frontend(v4(192, 0, 2, 1), 80, name.protocol, outside))
         wildcard = unspecified(Family.IPV4)
         frontends.add(Frontend(wildcard, 30080, name.protocol, FrontendKind.NODE_PORT))
-    ranges = draw(st.sampled_from([(), ("10.0.0.0/8",)])) if outside else ()
+    ranges = draw(st.sampled_from([(), ("10.0.0.0/8",)]))
     return PlannedPort(
         name=name,
         frontends=tuple(sorted(frontends, key=lambda f: f.address)),
@@ -136,8 +138,6 @@ class View(NamedTuple):
     targets: frozenset[bytes]
 
 
-_NO_HOST = abi.CONSTANTS["FRONTEND_NO_HOST"]
-_NO_PODS = abi.CONSTANTS["FRONTEND_NO_PODS"]
 _AFFINITY = abi.CONSTANTS["WORD_AFFINITY"]
 _UNTOUCHED = abi.CONSTANTS["WORD_UNTOUCHED"]
 _VERDICTS = {
@@ -145,6 +145,10 @@ _VERDICTS = {
     Verdict.REJECT: abi.CONSTANTS["WORD_NONE"],
     Verdict.DROP: abi.CONSTANTS["WORD_NONE_LOCAL"],
 }
+
+
+KEPT_OUT = View(-1, frozenset())
+"""Refused by source ranges."""
 
 
 def planned_set(planned: PlannedPort, chosen: Selection) -> View:
@@ -155,7 +159,9 @@ def planned_set(planned: PlannedPort, chosen: Selection) -> View:
 
 
 def planned_view(planned: PlannedPort, kind: FrontendKind, client: Client) -> View:
-    """POL-01 to -06"""
+    """POL-01 to -06, LB-05"""
+    if planned.socket_lb and is_kept_out(planned, kind, client):
+        return KEPT_OUT
     if kind is FrontendKind.CLUSTER_IP:
         return planned_set(planned, planned.internal)
     if client is Client.STRANGER and planned.external_policy is Policy.LOCAL:
@@ -186,6 +192,10 @@ def actual_view(tables: MemoryTables, value: bytes, client: Client) -> View:
         for slot in slots:
             member = MEMBER_KEY.pack(slot.address, slot.port, which, frontend.id)
             assert tables.members.lookup(member) is not None, "a backend is not yet a member"
+    closed = port.flags & (PORT_LB_NO_HOST if client is Client.HOST else PORT_LB_NO_PODS)
+    is_balancer = KINDS[frontend.kind] is FrontendKind.LOAD_BALANCER
+    if is_balancer and closed and not word.flags & _UNTOUCHED:
+        return KEPT_OUT
     return View(word.flags, frozenset(slot.address for slot in slots))
 
 
@@ -244,6 +254,14 @@ class Syncs(RuleBasedStateMachine):
         self.ports[name] = data.draw(planned_ports(name))
         self._note(before)
 
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def change_all_but_the_frontends(self, data: st.DataObject, name: ServicePortName) -> None:
+        if name in self.ports:
+            before = self.plan.ports
+            drawn = data.draw(planned_ports(name))
+            self.ports[name] = replace(drawn, frontends=self.ports[name].frontends)
+            self._note(before)
+
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: ServicePortName) -> None:
         before = self.plan.ports
@@ -282,15 +300,18 @@ class Syncs(RuleBasedStateMachine):
             plans = plans_of[frontend.id]
             having = [p for p in plans for f in p.frontends if encode_frontend(f) == key]
             for client in Client:
-                flag = _NO_HOST if client is Client.HOST else _NO_PODS
-                assert bool(frontend.flags & flag) in {
-                    is_kept_out(planned, kind, client) for planned in having
-                }
                 seen = actual_view(self.tables, value, client)
                 allowed = {planned_view(planned, kind, client) for planned in plans}
                 if change_places(plans):
-                    allowed |= {planned_set(p, one) for p in plans for one in (p.cluster, p.local)}
+                    allowed |= {
+                        planned_set(planned, one)
+                        for planned in plans
+                        if planned_view(planned, kind, client) is not KEPT_OUT
+                        for one in (planned.cluster, planned.local)
+                    }
                 assert seen in allowed, f"{client} {seen}"
+                if all(planned_view(planned, kind, client) is KEPT_OUT for planned in having):
+                    assert seen is KEPT_OUT or seen.flags & _UNTOUCHED, f"{client} is let in"
         addresses = {key for key, _ in self.tables.node_addrs.items()}
         wanted = [encode_node_addresses(plan) for plan in self.of_node]
         assert frozenset.intersection(*wanted) <= addresses <= frozenset.union(*wanted)
@@ -343,7 +364,9 @@ class Syncs(RuleBasedStateMachine):
     @invariant()
     def copies_are_bounded(self) -> None:
         if hasattr(self, "writer"):
-            assert all(p.unreleased <= MAX_UNRELEASED for p in self.writer._ports.values())
+            # A set that becomes empty takes no range, and waits for none.
+            most = MAX_UNRELEASED + SETS
+            assert all(p.unreleased <= most for p in self.writer._ports.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "writer"):

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ebpflb.datapath.ebpf import abi
-from ebpflb.datapath.ebpf.tables import KIND_PROBE, KINDS, BackendEntry, Snapshot
+from ebpflb.datapath.ebpf.rows import flag_words
+from ebpflb.datapath.ebpf.tables import KIND_PROBE, KINDS, PORT_IPV6, BackendEntry, Snapshot
 from ebpflb.model import (
     Backend,
     Frontend,
@@ -23,7 +24,7 @@ from ebpflb.model import (
 )
 
 _SCOPES = abi.names_of("SCOPE_")
-_FRONTEND_FLAGS = abi.names_of("FRONTEND_")
+_PORT_FLAGS = abi.names_of("PORT_")
 
 
 def plan_text(plan: Plan) -> str:
@@ -89,27 +90,25 @@ def _backends(backends: Iterable[Backend | BackendEntry]) -> str:
 
 
 def map_lines(snapshot: Snapshot) -> list[str]:
-    """Frontends, sets and the node's addresses as the kernel would act on them."""
+    """Frontends, sets and the node's addresses as the kernel would act on them.
+
+    The flags of a service port are said where there are any but its family's.
+    """
     names = {port.id: port.name for port in snapshot.ports if port.name}
     lines = []
     for frontend in snapshot.frontends:
         if frontend.kind == KIND_PROBE:
             continue
         at = format_endpoint(frontend.address, frontend.port)
-        flags = [word for bit, word in _FRONTEND_FLAGS.items() if frontend.flags & bit]
         lines.append(
-            " ".join(
-                [
-                    f"frontend {at}/{Protocol(frontend.protocol).name}",
-                    f"{KINDS[frontend.kind].value} {_SCOPES[frontend.scope]}",
-                    f"-> {names[frontend.id]}",
-                    *flags,
-                ]
-            )
+            f"frontend {at}/{Protocol(frontend.protocol).name} "
+            f"{KINDS[frontend.kind].value} {_SCOPES[frontend.scope]} -> {names[frontend.id]}"
         )
     for port in snapshot.ports:
         if port.name is None:
             continue
+        if flags := flag_words(port.flags & ~PORT_IPV6, _PORT_FLAGS):
+            lines.append(f"port {_words(port.name)}: {' '.join(flags)}")
         for word, entries in (
             ("cluster", snapshot.cluster[port.id]),
             ("local", snapshot.local[port.id]),

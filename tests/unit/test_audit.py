@@ -189,26 +189,12 @@ RANGES: dict[str, Any] = {
         (
             planned(**RANGES),
             planned(frontends=[BALANCED]),
-            [
-                (
-                    "frontends",
-                    "203.0.113.9:80 TCP",
-                    "LoadBalancer of default/web:http, external, no_pods",
-                    "LoadBalancer of default/web:http, external",
-                )
-            ],
+            [("ports", "source ranges", "lb_no_pods", "none set")],
         ),
         (
             planned(**RANGES),
             planned(**RANGES, node_in_ranges=False),
-            [
-                (
-                    "frontends",
-                    "203.0.113.9:80 TCP",
-                    "LoadBalancer of default/web:http, external, no_pods",
-                    "LoadBalancer of default/web:http, external, no_pods, no_host",
-                )
-            ],
+            [("ports", "source ranges", "lb_no_pods", "lb_no_pods lb_no_host")],
         ),
         (
             planned(frontends=[DIALLED]),

@@ -23,7 +23,6 @@ from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import inspect
 from ebpflb.datapath.ebpf.inspect import Holder, MapFill
 from ebpflb.datapath.ebpf.rows import (
-    FrontendRow,
     ListedService,
     NodeAddressRow,
     PortRow,
@@ -274,21 +273,6 @@ def test_a_table_of_ports_has_both_sets(capsys: pytest.CaptureFixture[str]) -> N
             *("3", "7", "TCP", "IPv4", "12-13 affinity +1 draining", "affinity none_local"),
             *("internal_local,external_local", "1m", "default/web:http"),
         ],
-    ]
-
-
-def test_a_table_of_frontends_has_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        FrontendRow("0.0.0.0", 30080, "TCP", "NodePort", "external", [], 7, "default/web"),
-        FrontendRow(
-            *("203.0.113.9", 80, "TCP", "LoadBalancer", "external"),
-            *(["no_pods", "no_host"], 7, "default/web"),
-        ),
-    ]
-    assert [line[3:6] for line in dumped(capsys, *rows)] == [
-        ["TYPE", "SCOPE", "FLAGS"],
-        ["NodePort", "external", "-"],
-        ["LoadBalancer", "external", "no_pods,no_host"],
     ]
 
 

@@ -132,7 +132,7 @@ SERVICE_KEYS = (
 @pytest.mark.parametrize(
     ("row", "promised"),
     [
-        (FrontendRow, "address port protocol type scope flags id service"),
+        (FrontendRow, "address port protocol type scope id service"),
         (NodeAddressRow, "address"),
         (PortRow, PORT_KEYS),
         (BackendRow, "slot address port flags ranges id service"),
@@ -174,7 +174,7 @@ ROWS = {
     "settings": SettingsRow,
 }
 WORDS = {
-    "frontends": ("SCOPE_", "FRONTEND_"),
+    "frontends": ("SCOPE_",),
     "ports": ("PORT_", "SET_", "WORD_"),
     "backends": ("BACKEND_", "SET_"),
     "members": ("MEMBER_",),
@@ -224,8 +224,8 @@ def test_frontends_show_addresses_words_and_names_by_address() -> None:
     assert {row.scope for row in found} == {"internal"}
 
 
-def test_frontends_show_their_kind_scope_and_whom_they_refuse() -> None:
-    """LB-05, LB-06: only a load balancer's address has source ranges."""
+def test_frontends_show_their_kind_and_scope_and_ports_whom_they_refuse() -> None:
+    """LB-05, LB-06"""
     dialled = [
         (cluster_ip(10), 80, FrontendKind.CLUSTER_IP),
         ("0.0.0.0", 30080, FrontendKind.NODE_PORT),
@@ -242,13 +242,17 @@ def test_frontends_show_their_kind_scope_and_whom_they_refuse() -> None:
         ),
     )
     found = [row for row in rows.frontend_rows(seen.frontends, seen.names) if row.service]
-    assert [(row.address, row.port, row.type, row.scope, row.flags) for row in found] == [
-        ("0.0.0.0", 30080, "NodePort", "external", []),
-        (cluster_ip(10), 80, "ClusterIP", "internal", []),
-        ("198.51.100.1", 80, "ExternalIP", "external", []),
-        ("203.0.113.9", 80, "LoadBalancer", "external", ["no_pods"]),
-        ("203.0.113.10", 80, "LoadBalancer", "external", ["no_pods", "no_host"]),
+    assert [(row.address, row.port, row.type, row.scope) for row in found] == [
+        ("0.0.0.0", 30080, "NodePort", "external"),
+        (cluster_ip(10), 80, "ClusterIP", "internal"),
+        ("198.51.100.1", 80, "ExternalIP", "external"),
+        ("203.0.113.9", 80, "LoadBalancer", "external"),
+        ("203.0.113.10", 80, "LoadBalancer", "external"),
     ]
+    assert {row.service: row.flags for row in rows.port_rows(seen.ports, seen.names)} == {
+        "default/web:http": ["lb_no_pods"],
+        "default/none:http": ["lb_no_pods", "lb_no_host"],
+    }
 
 
 def test_node_addresses_are_ipv4_first_and_in_numeric_order() -> None:
@@ -401,7 +405,7 @@ def test_connections_are_those_of_the_slot() -> None:
 
 def test_a_probe_is_shown_for_the_hooks_that_met_one() -> None:
     entries = [bytes(abi.LAYOUTS["probe"].size)] * abi.CONSTANTS["HOOK_COUNT"]
-    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 44, 3)
+    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 44, 3, 1)
     assert rows.probe_rows(entries) == [ProbeRow("connect6", 44, 3)]
 
 

@@ -65,9 +65,11 @@ def entry(
     one: int = DNS,
     netns: int = POD,
     external: bool = False,
-    flags: int = 0,
+    balanced: bool = False,
 ) -> bytes:
-    return struct.pack("=16s2sBBIQ", address, port.to_bytes(2), int(external), flags, one, netns)
+    scope = C["SCOPE_EXTERNAL"] if external or balanced else C["SCOPE_INTERNAL"]
+    kind = C["KIND_LOAD_BALANCER"] if balanced else C["KIND_CLUSTER_IP"]
+    return struct.pack("=16s2sBBIQ", address, port.to_bytes(2), scope, kind, one, netns)
 
 
 def key(cookie: int) -> bytes:
@@ -111,7 +113,7 @@ _EXTERNAL_LOCAL = C["PORT_EXTERNAL_LOCAL"]
 _INTERNAL_LOCAL = C["PORT_INTERNAL_LOCAL"]
 _TELLS4 = C["SETTING_TELLS_PODS4"]
 _TELLS6 = C["SETTING_TELLS_PODS6"]
-_NO_PODS, _NO_HOST = C["FRONTEND_NO_PODS"], C["FRONTEND_NO_HOST"]
+_NO_PODS, _NO_HOST = C["PORT_LB_NO_PODS"], C["PORT_LB_NO_HOST"]
 
 
 @pytest.mark.parametrize(
@@ -199,20 +201,27 @@ def test_what_is_stale(value: bytes, there: dict[str, Table], reason: Reason | N
             id="the host is inside (POL-04)",
         ),
         pytest.param(
-            {"external": True, "flags": _NO_PODS},
-            maps(cluster=1),
+            {"balanced": True},
+            maps(cluster=1, port_flags=_NO_PODS),
             False,
             id="source ranges keep a pod out (LB-06)",
         ),
+        pytest.param({"balanced": True}, maps(cluster=1), True, id="until they are gone"),
         pytest.param(
-            {"external": True, "flags": _NO_PODS, "netns": HOST},
-            maps(cluster=1),
+            {"external": True},
+            maps(cluster=1, port_flags=_NO_PODS | _NO_HOST),
+            True,
+            id="at the load balancer's addresses alone (LB-05)",
+        ),
+        pytest.param(
+            {"balanced": True, "netns": HOST},
+            maps(cluster=1, port_flags=_NO_PODS),
             True,
             id="but not the host (LB-07)",
         ),
         pytest.param(
-            {"external": True, "flags": _NO_PODS | _NO_HOST, "netns": HOST},
-            maps(cluster=1),
+            {"balanced": True, "netns": HOST},
+            maps(cluster=1, port_flags=_NO_PODS | _NO_HOST),
             False,
             id="unless it is not in them",
         ),

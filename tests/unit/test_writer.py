@@ -17,7 +17,6 @@ from ebpflb.datapath.ebpf.tables import (
     CLUSTER,
     FRONTEND_VALUE,
     ID,
-    KINDS,
     PORT,
     Word,
     index_of,
@@ -439,45 +438,98 @@ def test_more_addresses_than_there_is_room_for_are_told_by_the_services_that_lac
     assert (report.failed, read(bench.tables).node_addrs) == ({}, tuple(addresses[1:]))
 
 
-@pytest.mark.parametrize(
-    ("ranges", "node_in_ranges", "flags"),
-    [
-        ((), True, 0),
-        (("10.0.0.0/8",), True, abi.CONSTANTS["FRONTEND_NO_PODS"]),
-        (
-            ("10.0.0.0/8",),
-            False,
-            abi.CONSTANTS["FRONTEND_NO_PODS"] | abi.CONSTANTS["FRONTEND_NO_HOST"],
+# --- source ranges -----------------------------------------------------------------------------
+
+_NO_PODS, _NO_HOST = abi.CONSTANTS["PORT_LB_NO_PODS"], abi.CONSTANTS["PORT_LB_NO_HOST"]
+_OPEN, _NODE_ALONE, _CLOSED = 0, _NO_PODS, _NO_PODS | _NO_HOST
+
+
+def balanced(flags: int, *addresses: int, first: int = 1) -> PlannedPort:
+    """With a ClusterIP and a load balancer's addresses, by their last octets."""
+    return replace(
+        planned(1, first=first),
+        frontends=(
+            *planned(1).frontends,
+            *(
+                Frontend(v4(203, 0, 113, one), 80, Protocol.TCP, FrontendKind.LOAD_BALANCER)
+                for one in addresses
+            ),
         ),
-    ],
-    ids=["nobody is kept out", "this node is let in", "this node is kept out"],
-)
-def test_source_ranges_concern_the_load_balancers_addresses_alone(
-    ranges: tuple[str, ...], flags: int, *, node_in_ranges: bool
-) -> None:
-    """LB-05"""
-    bench = Bench()
-    kinds = [
-        FrontendKind.CLUSTER_IP,
-        FrontendKind.NODE_PORT,
-        FrontendKind.EXTERNAL_IP,
-        FrontendKind.LOAD_BALANCER,
-    ]
-    port = replace(
-        planned(1),
-        frontends=tuple(
-            Frontend(v4(192, 0, 2, number), 80, Protocol.TCP, kind)
-            for number, kind in enumerate(kinds)
-        ),
-        source_ranges=tuple(map(parse_network, ranges)),
-        node_in_ranges=node_in_ranges,
+        source_ranges=(parse_network("10.0.0.0/8"),) if flags else (),
+        node_in_ranges=not flags & _NO_HOST,
     )
-    bench.settle(replace(port, source_ranges=(), node_in_ranges=True))
-    bench.settle(port)
-    found = {KINDS.get(one.kind): one.flags for one in read(bench.tables).frontends}
-    assert {kind: found[kind] for kind in kinds} == {
-        kind: flags if kind is FrontendKind.LOAD_BALANCER else 0 for kind in kinds
+
+
+def flags_of(bench: Bench) -> int:
+    (port,) = read(bench.tables).ports
+    return port.flags
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
+def test_source_ranges_alone_are_one_store(before: int, after: int) -> None:
+    """LB-05 to -07: no frontend is away meanwhile."""
+    bench = Bench()
+    bench.settle(balanced(before, 1, 2))
+    assert flags_of(bench) == before
+    operations = bench.tables.operations
+    assert bench.sync(balanced(after, 1, 2)) == {}
+    assert bench.tables.operations == operations + (before != after)
+    assert flags_of(bench) == after
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
+def test_source_ranges_that_change_with_the_endpoints_show_nobody_a_mixture(
+    before: int, after: int
+) -> None:
+    """At each step a client is in the old state or in the new one, and never goes back."""
+    bench = Bench()
+    bench.settle(balanced(before, 1, first=1))
+    refused = frozenset[int]()
+    allowed = {
+        client: [
+            refused if closed & client else octets
+            for closed, octets in ((before, frozenset({1, 2})), (after, frozenset({101, 102})))
+        ]
+        for client in (_NO_PODS, _NO_HOST)
     }
+
+    def check() -> None:
+        snapshot = read(bench.tables)
+        (port,) = snapshot.ports
+        octets = frozenset(slot.address[-1] for slot in snapshot.cluster[port.id])
+        for client, states in allowed.items():
+            state = refused if port.flags & client else octets
+            assert state in states
+            if state == states[-1]:
+                del states[:-1]
+
+    bench.tables.check = check
+    bench.settle(balanced(after, 1, first=101))
+    assert all(len(states) == 1 for states in allowed.values())
+
+
+@pytest.mark.parametrize("left", [(), (2,)], ids=["no address is left", "one is"])
+def test_ranges_that_go_with_an_address_hold_until_nobody_has_it(left: tuple[int, ...]) -> None:
+    bench = Bench()
+    bench.settle(balanced(_CLOSED, 1, 2))
+    wanted = balanced(_OPEN, *left)
+    for _ in range(2):
+        report = bench.writer.sync(plan(wanted), {name(1)})
+        assert (set(report.deferred), flags_of(bench)) == ({name(1)}, _CLOSED)
+    bench.grace()
+    assert not bench.writer.sync(plan(wanted), {name(1)}).deferred
+    assert flags_of(bench) == _OPEN
+    assert bench.differences(wanted) == []
+
+
+def test_ranges_close_at_once_also_where_the_endpoints_have_no_room() -> None:
+    bench = Bench(backends=4)
+    bench.settle(balanced(_OPEN, 1))
+    more = replace(balanced(_CLOSED, 1), cluster=planned(1, 5).cluster)
+    assert list(bench.settle(more)) == ["ns/s1"]
+    assert flags_of(bench) == _CLOSED
 
 
 # --- a start on maps that something else has been at -------------------------------------------
@@ -505,7 +557,7 @@ def _range_outside(bench: Bench) -> None:
 
 def _frontend_of_nobody(bench: Bench) -> None:
     key = encode_frontend(Frontend(v4(10, 96, 9, 9), 80, Protocol.TCP, FrontendKind.CLUSTER_IP))
-    bench.tables.frontends.update([(key, FRONTEND_VALUE.pack(make_id(50, 3), 0, 0, 0))])
+    bench.tables.frontends.update([(key, FRONTEND_VALUE.pack(make_id(50, 3), 0, 0))])
 
 
 def _name_lost(bench: Bench) -> None:

@@ -14,7 +14,6 @@ from ebpflb.datapath.ebpf import abi
 from ebpflb.datapath.ebpf.encode import (
     encode,
     encode_frontend,
-    frontend_flags,
     scope_of,
     setting_flags,
     terminating,
@@ -26,6 +25,8 @@ from ebpflb.datapath.ebpf.tables import (
     KINDS,
     LOCAL,
     MEMBER_KEY,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     BackendEntry,
     FrontendEntry,
     PortEntry,
@@ -45,7 +46,8 @@ _SCOPES = abi.names_of("SCOPE_")
 _SETS = abi.names_of("SET_")
 _ROLES = abi.names_of("MEMBER_")
 _WORD_FLAGS = abi.names_of("WORD_")
-_FRONTEND_FLAGS = abi.names_of("FRONTEND_")
+_PORT_FLAGS = abi.names_of("PORT_")
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
 _SETTING_FLAGS = abi.names_of("SETTING_")
 
 
@@ -86,7 +88,7 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
             "frontends",
             _dialled(frontend),
             "",
-            _frontend(_kind(frontend), frontend.scope, frontend.flags, _owner(frontend.id, names)),
+            _frontend(_kind(frontend), frontend.scope, _owner(frontend.id, names)),
         )
         for frontend in frontends.values()
         if frontend.kind != KIND_PROBE
@@ -135,19 +137,13 @@ def _frontend_differences(
     for frontend in planned.frontends:
         actual = frontends.pop(encode_frontend(frontend), None)
         what = f"{format_endpoint(frontend.address, frontend.port)} {frontend.protocol.name}"
-        wanted = _frontend(
-            frontend.kind.value,
-            scope_of(frontend.kind),
-            frontend_flags(planned, frontend.kind),
-            str(planned.name),
-        )
+        wanted = _frontend(frontend.kind.value, scope_of(frontend.kind), str(planned.name))
         if actual is None:
             yield Difference(str(planned.name), "frontends", what, wanted, "")
             continue
         seen = _frontend(
             _kind(actual),
             actual.scope,
-            actual.flags,
             str(planned.name) if actual.id == entry.id else _owner(actual.id, names),
         )
         if seen != wanted:
@@ -165,10 +161,9 @@ def _owner(service_port_id: int, names: Mapping[int, ServicePortName]) -> str:
     return f"{name} (id {service_port_id})" if name else f"id {service_port_id}"
 
 
-def _frontend(kind: str, scope: int, flags: int, owner: str) -> str:
-    """In words: ``LoadBalancer of default/web, external, no_pods``."""
-    words = [f"{kind} of {owner}", _SCOPES.get(scope, f"scope {scope}")]
-    return ", ".join(words + flag_words(flags, _FRONTEND_FLAGS))
+def _frontend(kind: str, scope: int, owner: str) -> str:
+    """In words: ``LoadBalancer of default/web, external``."""
+    return f"{kind} of {owner}, {_SCOPES.get(scope, f'scope {scope}')}"
 
 
 def _port_differences(
@@ -186,6 +181,7 @@ def _port_differences(
         ("affinity seconds", planned.affinity_s, entry.affinity_s),
         ("internal policy", planned.internal_policy.value, entry.internal_policy.value),
         ("external policy", planned.external_policy.value, entry.external_policy.value),
+        ("source ranges", _closed_for(encoded.port_flags), _closed_for(entry.flags)),
     ):
         if wanted != got:
             yield Difference(name, "ports", what, str(wanted), str(got))
@@ -228,6 +224,10 @@ def _set_differences(
             yield Difference(
                 str(planned.name), "ports", f"{where} count", str(len(wanted)), str(len(held))
             )
+
+
+def _closed_for(port_flags: int) -> str:
+    return _flags(port_flags & _RANGES, _PORT_FLAGS)
 
 
 def _flags(flags: int, words: Mapping[int, str]) -> str:

@@ -21,6 +21,8 @@ from ebpflb.datapath.ebpf.tables import (
     KINDS,
     MEMBER_KEY,
     NODE_ADDRESS_KEY,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
 )
 from ebpflb.model import (
     Address,
@@ -47,8 +49,6 @@ _TERMINATING = abi.CONSTANTS["BACKEND_TERMINATING"]
 _CLUSTER_ROLE = abi.CONSTANTS["MEMBER_CLUSTER"]
 _LOCAL_ROLE = abi.CONSTANTS["MEMBER_LOCAL"]
 _SERVING_ROLE = abi.CONSTANTS["MEMBER_SERVING"]
-_NO_PODS = abi.CONSTANTS["FRONTEND_NO_PODS"]
-_NO_HOST = abi.CONSTANTS["FRONTEND_NO_HOST"]
 _LOOPBACK_FLAGS = {
     Family.IPV4: abi.CONSTANTS["SETTING_LOOPBACK4"],
     Family.IPV6: abi.CONSTANTS["SETTING_LOOPBACK6"],
@@ -117,7 +117,6 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
                 service_port_id,
                 _KIND_NUMBERS[frontend.kind],
                 scope_of(frontend.kind),
-                frontend_flags(planned, frontend.kind),
             )
             for frontend in planned.frontends
         },
@@ -136,13 +135,6 @@ def terminating(planned: PlannedPort) -> tuple[Backend, ...]:
 
 def scope_of(kind: FrontendKind) -> int:
     return INTERNAL if kind is FrontendKind.CLUSTER_IP else EXTERNAL
-
-
-def frontend_flags(planned: PlannedPort, kind: FrontendKind) -> int:
-    """Whom the frontends of this kind are not for, by source ranges (LB-05, LB-06)."""
-    if kind is not FrontendKind.LOAD_BALANCER or not planned.source_ranges:
-        return 0
-    return _NO_PODS if planned.node_in_ranges else _NO_PODS | _NO_HOST
 
 
 def encode_node_addresses(plan: Plan) -> frozenset[bytes]:
@@ -174,7 +166,7 @@ def encode_frontend(frontend: Frontend) -> bytes:
 
 def probe_frontends() -> dict[bytes, bytes]:
     """The entries that let the agent see whether its own connect() runs through the hooks."""
-    value = FRONTEND_VALUE.pack(0, KIND_PROBE, INTERNAL, 0)
+    value = FRONTEND_VALUE.pack(0, KIND_PROBE, INTERNAL)
     return {
         FRONTEND_KEY.pack(address, PROBE_PORT.to_bytes(2), Protocol.UDP): value
         for address in PROBE_ADDRESSES.values()
@@ -187,6 +179,8 @@ def _port_flags(planned: PlannedPort) -> int:
         flags |= abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
     if planned.external_policy is Policy.LOCAL:
         flags |= abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
+    if planned.source_ranges and planned.socket_lb:  # LB-05, LB-06
+        flags |= PORT_LB_NO_PODS if planned.node_in_ranges else PORT_LB_NO_PODS | PORT_LB_NO_HOST
     return flags
 
 

@@ -23,6 +23,8 @@ from ebpflb.datapath.ebpf.tables import (
     KIND_PROBE,
     KINDS,
     LOCAL,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     BackendEntry,
     FrontendEntry,
     MemberEntry,
@@ -42,14 +44,12 @@ SETTINGS = abi.LAYOUTS["settings"]
 _SCOPE_WORDS = abi.names_of("SCOPE_")
 _SET_WORDS = abi.names_of("SET_")
 _WORD_FLAGS = abi.names_of("WORD_")
-_FRONTEND_FLAGS = abi.names_of("FRONTEND_")
+_PORT_FLAGS = abi.names_of("PORT_")
 _SETTING_FLAGS = abi.names_of("SETTING_")
 _ROLES = abi.names_of("MEMBER_")
 _HOOKS = abi.names_of("HOOK_")
 _NONE_LOCAL = abi.CONSTANTS["WORD_NONE_LOCAL"]
 _UNTOUCHED = abi.CONSTANTS["WORD_UNTOUCHED"]
-_NO_PODS = abi.CONSTANTS["FRONTEND_NO_PODS"]
-_NO_HOST = abi.CONSTANTS["FRONTEND_NO_HOST"]
 _KIND_ORDER = tuple(KINDS.values())
 _DRAINING = "draining"
 _NS_PER_S = 10**9
@@ -65,8 +65,7 @@ class Row(msgspec.Struct, frozen=True):
 class FrontendRow(Row, frozen=True):
     """``type`` is ClusterIP, NodePort, ExternalIP, LoadBalancer or probe.
 
-    A NodePort's ``address`` is the unspecified one of its family. ``flags`` are no_pods and
-    no_host: whom source ranges keep out.
+    A NodePort's ``address`` is the unspecified one of its family.
     """
 
     address: str
@@ -74,7 +73,6 @@ class FrontendRow(Row, frozen=True):
     protocol: str
     type: str
     scope: str
-    flags: list[str]
     id: int
     service: str | None
 
@@ -88,7 +86,8 @@ class NodeAddressRow(Row, frozen=True):
 class PortRow(Row, frozen=True):
     """A slot that is in use, with both sets; ``flags`` say which of them is for whom.
 
-    ``*_base`` and ``*_count`` name a set's range in `backends`.
+    They also say whom source ranges keep out. ``*_base`` and ``*_count`` name a set's range in
+    `backends`.
     """
 
     slot: int
@@ -229,7 +228,6 @@ def frontend_rows(entries: Iterable[FrontendEntry], names: Mapping[int, str]) ->
             protocol=protocol_word(entry.protocol),
             type=kind_word(entry.kind),
             scope=_SCOPE_WORDS.get(entry.scope, str(entry.scope)),
-            flags=flag_words(entry.flags, _FRONTEND_FLAGS),
             id=entry.id,
             service=names.get(entry.id),
         )
@@ -253,7 +251,7 @@ def port_rows(ports: Iterable[PortEntry], names: Mapping[int, str]) -> list[Port
             service=names.get(port.id),
             protocol=protocol_word(port.protocol),
             family=_family(port).label,
-            flags=_port_flags(port),
+            flags=flag_words(port.flags, _PORT_FLAGS),
             cluster_base=port.words[CLUSTER].base,
             cluster_count=port.words[CLUSTER].length,
             cluster_flags=flag_words(port.words[CLUSTER].flags, _WORD_FLAGS),
@@ -265,15 +263,6 @@ def port_rows(ports: Iterable[PortEntry], names: Mapping[int, str]) -> list[Port
         )
         for port in ports
     ]
-
-
-def _port_flags(port: PortEntry) -> list[str]:
-    words = (
-        ("internal_local", port.internal_policy is Policy.LOCAL),
-        ("external_local", port.external_policy is Policy.LOCAL),
-        ("ipv6", port.ipv6),
-    )
-    return [word for word, is_set in words if is_set]
 
 
 def backend_rows(snapshot: Snapshot) -> list[BackendRow]:
@@ -537,7 +526,9 @@ def _service(
 ) -> ListedService:
     first = parts[0]
     led = [_led(part, frontends.get(part.id, ())) for part in parts]
-    dialled = _service_frontends(entry for part in parts for entry in frontends.get(part.id, ()))
+    dialled = _service_frontends(
+        (entry, part) for part in parts for entry in frontends.get(part.id, ())
+    )
     backends = _service_backends(parts, led, snapshot)
     return ListedService(
         Service(
@@ -573,25 +564,28 @@ def _set_of(policy: Policy) -> int:
     return LOCAL if policy is Policy.LOCAL else CLUSTER
 
 
-def _service_frontends(entries: Iterable[FrontendEntry]) -> list[tuple[ServiceFrontend, str]]:
+def _service_frontends(
+    entries: Iterable[tuple[FrontendEntry, PortEntry]],
+) -> list[tuple[ServiceFrontend, str]]:
     """Each with its mark."""
     found = set()
-    for entry in entries:
+    for entry, port in entries:
         kind = KINDS.get(entry.kind)
         rank = _KIND_ORDER.index(kind) if kind else len(_KIND_ORDER)
         address, key = format_address(entry.address), _address_key(entry.address)
         if kind is FrontendKind.NODE_PORT:  # each family has one, at its unspecified address
             address, key = "*", (0, b"")
-        found.add((rank, key, entry.port, address, kind_word(entry.kind), _refuses(entry)))
+        mark = _refuses(port) if kind is FrontendKind.LOAD_BALANCER else ""
+        found.add((rank, key, entry.port, address, kind_word(entry.kind), mark))
     return [
         (ServiceFrontend(address, port, kind), mark)
         for _, _, port, address, kind, mark in sorted(found)
     ]
 
 
-def _refuses(entry: FrontendEntry) -> str:
-    words = (("pods", _NO_PODS), ("this node", _NO_HOST))
-    refused = [word for word, flag in words if entry.flags & flag]
+def _refuses(port: PortEntry) -> str:
+    words = (("pods", PORT_LB_NO_PODS), ("this node", PORT_LB_NO_HOST))
+    refused = [word for word, flag in words if port.flags & flag]
     return f"source ranges: not for {' nor '.join(refused)}" if refused else ""
 
 

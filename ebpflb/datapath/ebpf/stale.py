@@ -147,22 +147,20 @@ class Reason(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """A value of `udp_conn`, read. ``scope`` and ``flags`` are the frontend's that was dialled."""
+    """A value of `udp_conn`, read. ``scope`` and ``kind`` are the frontend's that was dialled."""
 
     peer: bytes
     id: int
     netns: int
     scope: int
-    flags: int
+    kind: int
 
 
 @functools.lru_cache(maxsize=4096)
 def read_entry(value: bytes) -> Entry:
     found: Any = UDP_CONN.unpack(value)
-    scope = getattr(found, "scope", _C["SCOPE_INTERNAL"])
-    return Entry(
-        found.backend + found.backend_port, found.id, found.netns, scope, getattr(found, "flags", 0)
-    )
+    peer = found.backend + found.backend_port
+    return Entry(peer, found.id, found.netns, found.scope, found.kind)
 
 
 class Judge:
@@ -219,15 +217,16 @@ class Judge:
     def _would_be_served(self, entry: Entry) -> bool:
         """Whether connect() would find a backend now: choose() in bpf/lookup.h.
 
-        Else a socket that a policy refuses would be cut again and again.
+        Else a socket that a policy or the source ranges refuse would be cut again and again.
         """
-        is_host = entry.netns == self._host_netns
-        if entry.flags & _C["FRONTEND_NO_HOST" if is_host else "FRONTEND_NO_PODS"]:
-            return False
         port: Any = PORT.unpack(
             self._ports.lookup(_U32.pack(entry.id & _INDEX_MASK)) or bytes(PORT.size)
         )
         if port.id != entry.id:
+            return False
+        is_host = entry.netns == self._host_netns
+        closed = port.flags & _C["PORT_LB_NO_HOST" if is_host else "PORT_LB_NO_PODS"]
+        if entry.kind == _C["KIND_LOAD_BALANCER"] and closed:
             return False
         if entry.scope == _C["SCOPE_INTERNAL"]:
             local = port.flags & _C["PORT_INTERNAL_LOCAL"]

@@ -49,6 +49,8 @@ KIND_PROBE = abi.CONSTANTS["KIND_PROBE"]
 PORT_IPV6 = abi.CONSTANTS["PORT_IPV6"]
 PORT_INTERNAL_LOCAL = abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
 PORT_EXTERNAL_LOCAL = abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
+PORT_LB_NO_PODS = abi.CONSTANTS["PORT_LB_NO_PODS"]
+PORT_LB_NO_HOST = abi.CONSTANTS["PORT_LB_NO_HOST"]
 
 
 class Table(Protocol):
@@ -202,19 +204,29 @@ def parse_name(text: str, protocol: IpProtocol, family: Family) -> ServicePortNa
 class PortEntry(NamedTuple):
     """A live slot of `ports`. ``name`` is None where `names` does not know the id.
 
-    ``words`` are by set: CLUSTER, LOCAL.
+    ``words`` are by set: CLUSTER, LOCAL. ``flags`` are PORT_…
     """
 
     slot: int
     id: int
     name: ServicePortName | None
     protocol: int
-    ipv6: bool
+    flags: int
     words: tuple[Word, ...]
     affinity_s: int
     draining: int
-    internal_policy: Policy
-    external_policy: Policy
+
+    @property
+    def ipv6(self) -> bool:
+        return bool(self.flags & PORT_IPV6)
+
+    @property
+    def internal_policy(self) -> Policy:
+        return Policy.LOCAL if self.flags & PORT_INTERNAL_LOCAL else Policy.CLUSTER
+
+    @property
+    def external_policy(self) -> Policy:
+        return Policy.LOCAL if self.flags & PORT_EXTERNAL_LOCAL else Policy.CLUSTER
 
 
 class FrontendEntry(NamedTuple):
@@ -225,7 +237,6 @@ class FrontendEntry(NamedTuple):
     id: int
     kind: int
     scope: int
-    flags: int
 
 
 class BackendEntry(NamedTuple):
@@ -284,27 +295,20 @@ def unpack_port(index: int, raw: bytes, names: Mapping[int, str]) -> PortEntry |
     port: Any = PORT.unpack(raw)
     if not port.id:
         return None
-    ipv6 = bool(port.flags & abi.CONSTANTS["PORT_IPV6"])
     try:
-        family = Family.IPV6 if ipv6 else Family.IPV4
+        family = Family.IPV6 if port.flags & PORT_IPV6 else Family.IPV4
         name = parse_name(names[port.id], IpProtocol(port.protocol), family)
     except (KeyError, ValueError):
         name = None
-
-    def policy(flag: str) -> Policy:
-        return Policy.LOCAL if port.flags & abi.CONSTANTS[flag] else Policy.CLUSTER
-
     return PortEntry(
         slot=index,
         id=port.id,
         name=name,
         protocol=port.protocol,
-        ipv6=ipv6,
+        flags=port.flags,
         words=tuple(unpack_word(word) for word in memoryview(port.word).cast("Q")),
         affinity_s=port.affinity_s,
         draining=port.draining,
-        internal_policy=policy("PORT_INTERNAL_LOCAL"),
-        external_policy=policy("PORT_EXTERNAL_LOCAL"),
     )
 
 
@@ -329,7 +333,6 @@ def read_frontends(tables: Tables) -> tuple[FrontendEntry, ...]:
                 found.id,
                 found.kind,
                 found.scope,
-                found.flags,
             )
         )
     return tuple(sorted(entries))

@@ -8,6 +8,9 @@ The order is the point of this file:
   the service port to it. The old range is free after a grace period.
 * A changed policy is one store of the flags, which makes another set visible to its frontends:
   that set's word goes before it, and the word of the set that it hides goes after it.
+* Source ranges are flags beside the policies. Whom they begin to keep out is kept out before any
+  word changes. Whom they no longer keep out is let in after all words have, and not while somebody
+  may still hold an address that went with the ranges.
 * A new service port is complete before its first frontend is inserted; of one that goes, the
   frontends go first, and the rest after a grace period.
 * A frontend's value is never replaced, and nothing is inserted into `frontends` while an element
@@ -56,6 +59,8 @@ from ebpflb.datapath.ebpf.tables import (
     PORT_EXTERNAL_LOCAL,
     PORT_INTERNAL_LOCAL,
     PORT_IPV6,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     SETS,
     Table,
     Tables,
@@ -77,6 +82,7 @@ MAX_UNRELEASED = 4
 _AFFINITY_OFFSET = PORT.offsets["affinity_s"]
 _DRAINING_OFFSET = PORT.offsets["draining"]
 _TAIL_OFFSET = PORT.offsets["generation"]
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
 
 
 class _NotYetError(Exception):
@@ -108,6 +114,8 @@ class Programmed:
     frontends: dict[bytes, bytes] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()
     unreleased: int = 0
+    quiet_at: int = 0
+    """When nobody can still hold a frontend of it that was deleted."""
 
     def set(self, which: int, now: Published) -> None:
         self.sets = (*self.sets[:which], now, *self.sets[which + 1 :])
@@ -201,7 +209,7 @@ class Writer:
             owner = by_id.get(frontend.id)
             if owner is not None and frontend.kind != KIND_PROBE:
                 owner.frontends[frontend.key] = FRONTEND_VALUE.pack(
-                    frontend.id, frontend.kind, frontend.scope, frontend.flags
+                    frontend.id, frontend.kind, frontend.scope
                 )
                 self._owner[frontend.key] = owner.name
             elif frontend.kind != KIND_PROBE or frontend.key not in probe_frontends():
@@ -247,7 +255,7 @@ class Writer:
                 sets=tuple(map(Published, memoryview(values.word).cast("Q"))),
                 affinity_s=entry.affinity_s,
                 draining=entry.draining,
-                flags=values.flags,
+                flags=entry.flags,
             )
             sane = entry.id == make_id(index, values.generation)
             other = self._ports.get(port.name)
@@ -323,6 +331,8 @@ class Writer:
                 }
                 continue
             port = self._ports[name]
+            if port.flags != encoded.port_flags:
+                deferred.add(name)
             for key, value in encoded.frontends.items():
                 if port.frontends.get(key) != value:
                     if key in port.frontends:
@@ -374,6 +384,8 @@ class Writer:
         """Everything of a service port but its frontends."""
         port = self._ports.get(planned.name) or self._create(planned.name)
         encoded = encode(planned, port.id)
+        # Closed at once, also where members or backends must wait or have no room.
+        self._set_flags(port, port.flags | encoded.port_flags & _RANGES)
         self._add_members(port, encoded.members - port.members)
         self._publish(port, encoded)
         self._drop_members(port, port.members - encoded.members)
@@ -442,15 +454,27 @@ class Writer:
             if before.range:
                 replaced.append(before.range)
             port.set(which, Published(before.word, fresh.get(which), slots.raw))
-        self._set_fields(port, encoded)
-        for which in _appearing(port.flags, encoded.port_flags):
-            self._set_word(port, which, encoded.sets[which])
-        self._set_flags(port, encoded.port_flags)
-        for which, slots in enumerate(encoded.sets):
-            self._set_word(port, which, slots)
+        self._switch(port, encoded)
         if replaced:
             port.unreleased += 1
             self._retired.append(_Retired(self._gate.ticket(), replaced, port))
+
+    def _switch(self, port: Programmed, encoded: Encoded) -> None:
+        """Show what is written; see above for the order."""
+        self._set_fields(port, encoded)
+        for which in _appearing(port.flags, encoded.port_flags):
+            self._set_word(port, which, encoded.sets[which])
+        self._set_flags(port, encoded.port_flags | port.flags & _RANGES)
+        for which, slots in enumerate(encoded.sets):
+            self._set_word(port, which, slots)
+        if port.flags != encoded.port_flags and not self._is_leaving(port, encoded):
+            self._set_flags(port, encoded.port_flags)
+
+    def _is_leaving(self, port: Programmed, encoded: Encoded) -> bool:
+        """Whether somebody may reach ``port`` at an address that is no longer planned."""
+        return self._gate.done() < port.quiet_at or any(
+            encoded.frontends.get(key) != value for key, value in port.frontends.items()
+        )
 
     def _set_word(self, port: Programmed, which: int, slots: Slots) -> None:
         before = port.sets[which]
@@ -542,6 +566,7 @@ class Writer:
         self, keys: set[bytes], failed: dict[ServicePortName, DatapathError]
     ) -> None:
         deleted = False
+        losers = []
         for key in sorted(keys):
             owner = self._owner.get(key)
             try:
@@ -554,10 +579,13 @@ class Writer:
             self._writes += 1
             if owner is not None:
                 del self._owner[key]
-                self._ports[owner].frontends.pop(key, None)
+                losers.append(self._ports[owner])
+                losers[-1].frontends.pop(key, None)
             self._stray_frontends.discard(key)
         if deleted:
             self._frontends_quiet_at = self._gate.ticket()
+        for port in losers:
+            port.quiet_at = self._frontends_quiet_at
 
     def _drop_strays(self, deletes: set[bytes]) -> None:
         deletes |= self._stray_frontends
