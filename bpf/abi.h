@@ -28,14 +28,21 @@
 enum word_flag {
 	WORD_AFFINITY = 1,   /* look into `affinity` first */
 	WORD_NONE = 2,	     /* no endpoint anywhere: reject */
-	WORD_NONE_LOCAL = 4, /* endpoints, but none that the policy allows: drop */
+	WORD_NONE_LOCAL = 4, /* endpoints, but none on this node: drop */
 	WORD_UNTOUCHED = 8,  /* the socket programs leave this service port alone */
 };
 
+/* The two sets of endpoints of a service port; its flags say which is for whom. */
+enum endpoint_set {
+	SET_CLUSTER = 0,
+	SET_LOCAL = 1,
+	SET_COUNT = 2,
+};
+
+/* Which policy a frontend is under: a ClusterIP under the internal one, all others. */
 enum scope {
 	SCOPE_INTERNAL = 0,
 	SCOPE_EXTERNAL = 1,
-	SCOPE_COUNT = 2,
 };
 
 enum frontend_kind {
@@ -47,9 +54,12 @@ enum frontend_kind {
 };
 
 enum port_flag {
-	PORT_INTERNAL_LOCAL = 1, /* internalTrafficPolicy, for those who read the maps */
-	PORT_EXTERNAL_LOCAL = 2,
+	PORT_INTERNAL_LOCAL = 1, /* internalTrafficPolicy: the local set is for the ClusterIP */
+	PORT_EXTERNAL_LOCAL = 2, /* externalTrafficPolicy: … for those who come from outside */
 	PORT_IPV6 = 4,
+	/* Source ranges: whom the load balancer's addresses are not for, as far as a socket can tell. */
+	PORT_LB_NO_PODS = 8,
+	PORT_LB_NO_HOST = 16,
 };
 
 enum backend_flag {
@@ -59,9 +69,9 @@ enum backend_flag {
 
 /* Why a member is in the set. One entry each: membership is the key, so it never tears. */
 enum member_role {
-	MEMBER_INTERNAL = 0, /* takes new connections of the internal scope */
-	MEMBER_EXTERNAL = 1, /* … of the external scope */
-	MEMBER_SERVING = 2,  /* serves open flows */
+	MEMBER_CLUSTER = 0, /* it is in the cluster set */
+	MEMBER_LOCAL = 1,   /* … in the local set */
+	MEMBER_SERVING = 2, /* serves open flows */
 };
 
 /* Hooks, by which `probe` and the attachment table are indexed. */
@@ -75,14 +85,16 @@ enum hook {
 	HOOK_GETPEERNAME4 = 6,
 	HOOK_GETPEERNAME6 = 7,
 	HOOK_SOCK_RELEASE = 8,
-	HOOK_COUNT = 9,
+	HOOK_BIND4 = 9,
+	HOOK_BIND6 = 10,
+	HOOK_COUNT = 11,
 };
 
 /* What `stats` counts; the names label the metric. */
 enum stat {
 	STAT_TRANSLATED = 0,	 /* connects and first datagrams sent to a backend */
 	STAT_REFUSED = 1,	 /* refused: no endpoint anywhere */
-	STAT_REFUSED_POLICY = 2, /* refused: none that the policy allows */
+	STAT_REFUSED_POLICY = 2, /* refused: none that the policy or the source ranges allow */
 	STAT_REREAD = 3, /* a backend's owner was not as expected; the word was read again */
 	STAT_FOREIGN_BACKEND = 4,  /* … and never was: refused. Must stay 0 */
 	STAT_NO_SOCKET_MEMORY = 5, /* translated, but the socket has no room to remember it */
@@ -101,7 +113,16 @@ struct frontend_value {
 	__u32 id;
 	__u8 kind;
 	__u8 scope;
-	__u8 pad[2];
+	__u16 pad;
+};
+
+/* An address of this node at which NodePorts answer; their frontends are at the unspecified one. */
+struct node_address_key {
+	__be32 address[4];
+};
+
+struct node_address {
+	__u32 pad;
 };
 
 /*
@@ -109,10 +130,10 @@ struct frontend_value {
  * rest is for those who read the map, but for affinity_s: one aligned store as well.
  */
 struct port {
-	__u64 word[SCOPE_COUNT];
+	__u64 word[SET_COUNT];
 	__u32 id; /* 0: the slot is free; the generation stays in `generation` */
 	__u32 affinity_s;
-	__u32 draining; /* backends behind the internal range that serve open flows only */
+	__u32 draining; /* backends behind the cluster range that serve open flows only */
 	__u16 generation;
 	__u8 protocol;
 	__u8 flags;
@@ -187,7 +208,8 @@ struct sock_udp {
 struct udp_conn {
 	__be32 backend[4];
 	__be16 backend_port;
-	__u16 pad;
+	__u8 scope; /* of the frontend that was dialled, and its kind */
+	__u8 kind;
 	__u32 id;
 	__u64 netns;
 };
@@ -196,13 +218,21 @@ struct name {
 	char text[ABI_NAME_LEN];
 };
 
+enum setting_flag {
+	SETTING_LOOPBACK4 = 1,	 /* NodePorts answer the host at 127.0.0.0/8 */
+	SETTING_LOOPBACK6 = 2,	 /* … at ::1 */
+	SETTING_TELLS_PODS4 = 4, /* pods are not outside, for externalTrafficPolicy Local */
+	SETTING_TELLS_PODS6 = 8,
+};
+
 /* What the programs read, then what the agent leaves for the commands (JSON). */
 struct settings {
 	__u64 host_netns;
 	__u64 udp_timeout_ns;
 	__u64 udp_stream_timeout_ns;
 	__u64 programs; /* hash of the text that the attached programs were made from; 0: mixed */
-	__u64 spare[4];
+	__u64 flags;	/* enum setting_flag */
+	__u64 spare[3];
 	char options[ABI_OPTIONS_LEN];
 };
 
@@ -211,6 +241,7 @@ struct probe {
 	__u64 expected;
 	__u64 socket;
 	__u64 netns;
+	__u64 runs; /* how often a hook has met one: a program that is tried beside another adds one */
 };
 
 #endif

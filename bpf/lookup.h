@@ -18,7 +18,7 @@ enum verdict {
 	FORWARD,	/* to the backend that was chosen */
 	UNTOUCHED,	/* not ours to translate here */
 	REJECT,		/* no endpoint anywhere */
-	REJECT_POLICY,	/* none that the policy allows */
+	REJECT_POLICY,	/* none that the policy or the source ranges allow */
 	REJECT_FOREIGN, /* the maps contradict each other */
 };
 
@@ -63,6 +63,77 @@ static __always_inline bool same_address(const __be32 *a, const __be32 *b)
 	return a[0] == b[0] && a[1] == b[1] && a[2] == b[2] && a[3] == b[3];
 }
 
+/* --- what is dialled --- */
+
+static __always_inline bool is_ipv4(const __be32 *address)
+{
+	return !address[0] && !address[1] && address[2] == bpf_htonl(0xffff);
+}
+
+static __always_inline bool is_unspecified(const __be32 *address)
+{
+	return !address[3] && (is_ipv4(address) || (!address[0] && !address[1] && !address[2]));
+}
+
+static __always_inline void set_loopback(__be32 *address)
+{
+	address[3] = is_ipv4(address) ? bpf_htonl(0x7f000001) : bpf_htonl(1);
+}
+
+static __always_inline bool is_loopback(const __be32 *address)
+{
+	if (is_ipv4(address))
+		return (address[3] & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
+	return !address[0] && !address[1] && !address[2] && address[3] == bpf_htonl(1);
+}
+
+static __always_inline const struct settings *node_settings(void)
+{
+	u32 zero = 0;
+
+	return settings.lookup(&zero);
+}
+
+static __always_inline bool is_host(u64 netns)
+{
+	const struct settings *set = node_settings();
+
+	return set && set->host_netns == netns;
+}
+
+/* NodePorts on the loopback are this node's own processes' alone (NP-07): not a pod's. */
+static __always_inline bool has_loopback_node_ports(const __be32 *address, u64 netns)
+{
+	u64 flag = is_ipv4(address) ? SETTING_LOOPBACK4 : SETTING_LOOPBACK6;
+	const struct settings *set = node_settings();
+
+	return set && set->flags & flag && set->host_netns == netns;
+}
+
+static __always_inline bool has_node_ports(const __be32 *address)
+{
+	struct node_address_key key;
+
+	copy_address(key.address, address);
+	return node_addrs.lookup(&key) != NULL;
+}
+
+/* The NodePort of this port number, at whichever address it was dialled. */
+static __always_inline struct frontend_value *find_node_port(const struct frontend_key *dialled)
+{
+	struct frontend_key wildcard = *dialled;
+
+	wildcard.address[3] = 0;
+	if (!is_ipv4(dialled->address)) {
+		wildcard.address[0] = 0;
+		wildcard.address[1] = 0;
+		wildcard.address[2] = 0;
+	}
+	return frontends.lookup(&wildcard);
+}
+
+/* --- which backend --- */
+
 static __always_inline bool is_member(u32 id, const struct backend_address *backend, u16 role)
 {
 	struct member_key key = {};
@@ -84,7 +155,7 @@ static __always_inline u32 affinity_check(const struct affinity_key *key)
 	return (u32)(mix >> 32) | 1;
 }
 
-static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32 scope, u64 now,
+static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32 which, u64 now,
 				   struct backend_address *backend)
 {
 	struct affinity_value *found = affinity.lookup(key), value;
@@ -104,8 +175,8 @@ static __always_inline bool recall(struct affinity_key *key, u32 affinity_s, u32
 		return false;
 	copy_address(backend->address, value.address);
 	backend->port = value.port;
-	/* MEMBER_INTERNAL and MEMBER_EXTERNAL are the scopes' own numbers. */
-	return is_member(key->id, backend, scope);
+	/* MEMBER_CLUSTER and MEMBER_LOCAL are the sets' own numbers. */
+	return is_member(key->id, backend, which);
 }
 
 static __always_inline void remember(struct affinity_key *key, u64 now,
@@ -122,16 +193,49 @@ static __always_inline void remember(struct affinity_key *key, u64 now,
 }
 
 /*
- * Chooses a backend for a new connection. `client` is whom affinity is for.
+ * Whether a client counts as a pod or as this node itself, for externalTrafficPolicy Local (POL-04
+ * to -06). A network namespace that is not the host's is a pod's, where pods can be told at all.
+ */
+static __always_inline bool is_inside(u64 netns, bool v6)
+{
+	const struct settings *set = node_settings();
+
+	if (!set)
+		return false;
+	return set->host_netns == netns ||
+	       set->flags & (v6 ? SETTING_TELLS_PODS6 : SETTING_TELLS_PODS4);
+}
+
+/* The set that a client may choose from. */
+static __always_inline u32 set_for(u32 flags, u32 scope, u64 netns)
+{
+	if (scope == SCOPE_INTERNAL)
+		return flags & PORT_INTERNAL_LOCAL ? SET_LOCAL : SET_CLUSTER;
+	if (!(flags & PORT_EXTERNAL_LOCAL))
+		return SET_CLUSTER;
+	return is_inside(netns, flags & PORT_IPV6) ? SET_CLUSTER : SET_LOCAL;
+}
+
+/* Source ranges (LB-06). A pod's address is not known at connect(). */
+static __always_inline bool is_kept_out(u32 flags, u64 netns)
+{
+	if (!(flags & (PORT_LB_NO_HOST | PORT_LB_NO_PODS)))
+		return false;
+	return flags & (is_host(netns) ? PORT_LB_NO_HOST : PORT_LB_NO_PODS);
+}
+
+/*
+ * Chooses a backend for a new connection of a client in the network namespace `netns`, which is
+ * also whom affinity is for.
  *
  * A published word and the range that it names stay as they are until no program that could have
  * read the word runs any more, so a foreign owner can only mean that the word was read long ago.
  */
-static __always_inline enum verdict choose(u32 id, u32 scope, u64 client,
+static __always_inline enum verdict choose(const struct frontend_value *frontend, u64 netns,
 					   struct backend_address *chosen)
 {
 	struct affinity_key key = {};
-	u32 index = index_of(id), flags, slot;
+	u32 id = frontend->id, index = index_of(id), port_flags, flags, slot, which;
 	struct port *port;
 	struct backend *backend;
 	u64 word, now = 0;
@@ -139,19 +243,30 @@ static __always_inline enum verdict choose(u32 id, u32 scope, u64 client,
 	int i;
 
 	port = ports.lookup(&index);
-	if (!port || scope >= SCOPE_COUNT)
+	if (!port)
 		return REJECT_FOREIGN;
 
-	word = *(volatile u64 *)&port->word[scope];
+	port_flags = *(volatile u8 *)&port->flags;
+	which = set_for(port_flags, frontend->scope, netns);
+	word = *(volatile u64 *)&port->word[which];
 	flags = word >> ABI_WORD_FLAGS_SHIFT;
 	if (flags & WORD_UNTOUCHED)
 		return UNTOUCHED;
+	if (frontend->kind == KIND_LOAD_BALANCER) {
+		/*
+		 * Ranges close before a word changes and open after it: who looks on both sides of
+		 * the word never has the backends of one plan and the ranges of another.
+		 */
+		port_flags |= *(volatile u8 *)&port->flags;
+		if (is_kept_out(port_flags, netns))
+			return REJECT_POLICY;
+	}
 
 	if (flags & WORD_AFFINITY) {
 		now = bpf_ktime_get_ns();
-		key.client[0] = client;
+		key.client[0] = netns;
 		key.id = id;
-		if (recall(&key, port->affinity_s, scope, now, chosen)) {
+		if (recall(&key, port->affinity_s, which, now, chosen)) {
 			remember(&key, now, chosen);
 			return FORWARD;
 		}
@@ -173,7 +288,7 @@ static __always_inline enum verdict choose(u32 id, u32 scope, u64 client,
 			break;
 		}
 		count(STAT_REREAD);
-		word = *(volatile u64 *)&port->word[scope];
+		word = *(volatile u64 *)&port->word[which];
 	}
 	if (!found) {
 		count(STAT_FOREIGN_BACKEND);

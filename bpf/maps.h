@@ -17,6 +17,8 @@
 
 /* Which service port does this address, port and protocol belong to? */
 MAP("hash", frontends, struct frontend_key, struct frontend_value, 0);
+/* Do NodePorts answer at this address of the node? */
+MAP("hash", node_addrs, struct node_address_key, struct node_address, 1);
 /* Where do new connections of this service port go? */
 MAP("array", ports, u32, struct port, 1024);
 /* Which address is in this slot of a range, and whose is it? */

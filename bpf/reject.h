@@ -12,6 +12,7 @@
 
 #include "lookup.h"
 
+#define EADDRINUSE 98
 #define ECONNREFUSED 111
 #define IPPROTO_TCP 6
 #define IPPROTO_UDP 17
@@ -32,11 +33,11 @@ static __always_inline bool already_refused(void)
 #endif
 }
 
-/* Whether connect() will now fail; where it cannot be told to, it must be sent `nowhere`. */
-static __always_inline bool refuse(void)
+/* Whether the call will now fail so; where connect() cannot, it must be sent `nowhere`. */
+static __always_inline bool refuse(int error)
 {
 #if HAVE_RETVAL
-	set_retval(-ECONNREFUSED);
+	set_retval(-error);
 	return true;
 #else
 	return false;
@@ -45,13 +46,10 @@ static __always_inline bool refuse(void)
 
 static __always_inline void nowhere(const struct frontend_key *dialled, struct backend_address *to)
 {
-	const __be32 *address = dialled->address;
-	bool v4 = !address[0] && !address[1] && address[2] == bpf_htonl(0xffff);
-
 	to->address[0] = 0;
 	to->address[1] = 0;
-	to->address[2] = v4 ? bpf_htonl(0xffff) : 0;
-	to->address[3] = v4 ? bpf_htonl(0x7f000001) : bpf_htonl(1);
+	to->address[2] = is_ipv4(dialled->address) ? bpf_htonl(0xffff) : 0;
+	set_loopback(to->address);
 	to->port = dialled->protocol == IPPROTO_TCP ? 0 : bpf_htons(1);
 }
 

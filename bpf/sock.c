@@ -2,7 +2,8 @@
 /*
  * The socket programs: a socket that dials a Service is given a backend instead, and goes on
  * seeing the Service. They run at the root of cgroup v2, in process context, under the socket's
- * lock, and never see a packet. What is not a Service's is left alone.
+ * lock, and never see a packet. What is not a Service's is left alone. (bind4 and bind6 are attached
+ * only where the agent is asked to keep others off NodePorts.)
  *
  * Set by the loader: HAVE_RETVAL (the kernel lets a program choose connect()'s error, 5.18),
  * SHOW_SERVICE_TCP (getpeername() of TCP shows the Service).
@@ -26,6 +27,33 @@ static __always_inline void read_address(const struct bpf_sock_addr *ctx, bool v
 		address[3] = ctx->user_ip4;
 	}
 	*port = ctx->user_port;
+}
+
+/* Whom a client dials: to every system call the unspecified address means the loopback. */
+static __always_inline void read_dialled(const struct bpf_sock_addr *ctx, bool v6,
+					 struct frontend_key *dialled)
+{
+	read_address(ctx, v6, dialled->address, &dialled->port);
+	dialled->protocol = ctx->protocol;
+	if (is_unspecified(dialled->address))
+		set_loopback(dialled->address);
+}
+
+/* One more look-up where no Service is dialled, a third where NodePorts answer at the address. */
+static __always_inline struct frontend_value *find_frontend(struct bpf_sock_addr *ctx,
+							    struct frontend_key *dialled)
+{
+	struct frontend_value *found = frontends.lookup(dialled);
+
+	if (found)
+		return found;
+	if (is_loopback(dialled->address)) {
+		if (!has_loopback_node_ports(dialled->address, bpf_get_netns_cookie(ctx)))
+			return NULL;
+	} else if (!has_node_ports(dialled->address)) {
+		return NULL;
+	}
+	return find_node_port(dialled);
 }
 
 /* For an IPv4-mapped address the first three words stay as they are: no family is crossed. */
@@ -52,6 +80,7 @@ static __always_inline void note_probe(struct bpf_sock_addr *ctx, u32 hook)
 		return;
 	seen->netns = bpf_get_netns_cookie(ctx);
 	seen->socket = cookie;
+	__sync_fetch_and_add(&seen->runs, 1);
 }
 
 /* Two Services on one backend cannot be told apart by a datagram: the last used one is shown. */
@@ -114,7 +143,8 @@ static __always_inline void forget(struct bpf_sock_addr *ctx, const struct front
 
 /* `to` is where the socket goes; a refused UDP socket goes `nowhere`. */
 static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct frontend_key *dialled,
-				      u32 id, const struct backend_address *to)
+				      const struct frontend_value *frontend,
+				      const struct backend_address *to)
 {
 	struct udp_conn conn = {};
 	struct sock_peer *peer;
@@ -132,12 +162,14 @@ static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct fr
 	copy_address(peer->backend, to->address);
 	peer->frontend_port = dialled->port;
 	peer->backend_port = to->port;
-	peer->id = id;
+	peer->id = frontend->id;
 	if (ctx->protocol != IPPROTO_UDP)
 		return;
 	copy_address(conn.backend, to->address);
 	conn.backend_port = to->port;
-	conn.id = id;
+	conn.scope = frontend->scope;
+	conn.kind = frontend->kind;
+	conn.id = frontend->id;
 	conn.netns = bpf_get_netns_cookie(ctx);
 	cookie = bpf_get_socket_cookie(ctx);
 	if (udp_conn.update(&cookie, &conn))
@@ -148,41 +180,39 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 {
 	struct backend_address to = {};
 	struct frontend_key dialled = {};
-	struct frontend_value *frontend;
+	struct frontend_value *found, frontend;
 	enum verdict verdict;
-	u32 id;
 
-	read_address(ctx, v6, dialled.address, &dialled.port);
-	dialled.protocol = ctx->protocol;
-	frontend = frontends.lookup(&dialled);
-	if (frontend && frontend->kind == KIND_PROBE) {
+	read_dialled(ctx, v6, &dialled);
+	found = find_frontend(ctx, &dialled);
+	if (found && found->kind == KIND_PROBE) {
 		note_probe(ctx, v6 ? HOOK_CONNECT6 : HOOK_CONNECT4);
 		return 1;
 	}
 	if (already_refused())
 		return 1;
-	if (!frontend) {
+	if (!found) {
 		forget(ctx, &dialled);
 		return 1;
 	}
-	id = frontend->id;
-	verdict = choose(id, frontend->scope, bpf_get_netns_cookie(ctx), &to);
+	frontend = *found;
+	verdict = choose(&frontend, bpf_get_netns_cookie(ctx), &to);
 	if (verdict == UNTOUCHED) {
 		forget(ctx, &dialled);
 		return 1;
 	}
 	if (verdict != FORWARD) {
 		count_refusal(verdict);
-		if (ctx->protocol == IPPROTO_TCP && refuse())
+		if (ctx->protocol == IPPROTO_TCP && refuse(ECONNREFUSED))
 			return 0;
 		/* UDP gets its error on the next call, as from a REJECT on the way (NOEP-10). */
 		nowhere(&dialled, &to);
-		note_peer(ctx, &dialled, id, &to);
+		note_peer(ctx, &dialled, &frontend, &to);
 		write_address(ctx, v6, to.address, to.port);
 		return 1;
 	}
-	note_peer(ctx, &dialled, id, &to);
-	count_connection(id);
+	note_peer(ctx, &dialled, &frontend, &to);
+	count_connection(frontend.id);
 	write_address(ctx, v6, to.address, to.port);
 	return 1;
 }
@@ -190,15 +220,11 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 /* A flow is used again while its backend serves and conntrack would still know it. */
 static __always_inline bool usable(const struct udp_flow *flow, u32 id, u64 now)
 {
+	const struct settings *set = node_settings();
 	struct backend_address backend = {};
-	struct settings *set;
-	u32 zero = 0;
 	u64 timeout;
 
-	if (flow->id != id)
-		return false;
-	set = settings.lookup(&zero);
-	if (!set)
+	if (!set || flow->id != id)
 		return false;
 	timeout = flow->answered ? set->udp_stream_timeout_ns : set->udp_timeout_ns;
 	if (now - flow->used_ns >= timeout)
@@ -289,25 +315,22 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 	struct sock_udp *udp;
 	struct udp_flow *flow;
 	enum verdict verdict;
-	u32 id, scope;
+	u32 id;
 	u64 now;
 
 	if (already_refused())
 		return 1;
-	read_address(ctx, v6, dialled.address, &dialled.port);
-	dialled.protocol = ctx->protocol;
+	read_dialled(ctx, v6, &dialled);
 	if (send_to_peer(ctx, v6, &dialled))
 		return 1;
 	udp = ctx->sk ? sock_udp.sk_storage_get(ctx->sk, NULL, 0) : NULL;
-	frontend = frontends.lookup(&dialled);
+	frontend = find_frontend(ctx, &dialled);
 	if (!frontend || frontend->kind == KIND_PROBE) {
 		if (udp)
 			forget_flow(udp, &dialled);
 		return 1;
 	}
 	id = frontend->id;
-	scope = frontend->scope;
-
 	now = bpf_ktime_get_ns();
 	flow = udp ? flow_to(udp, &dialled) : NULL;
 	if (flow && usable(flow, id, now)) {
@@ -316,7 +339,7 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 		return 1;
 	}
 
-	verdict = choose(id, scope, bpf_get_netns_cookie(ctx), &to);
+	verdict = choose(frontend, bpf_get_netns_cookie(ctx), &to);
 	if (verdict == UNTOUCHED)
 		return 1;
 	if (verdict != FORWARD) {
@@ -373,6 +396,43 @@ static __always_inline int on_getpeername(struct bpf_sock_addr *ctx, bool v6)
 	return 1;
 }
 
+/* Whether a NodePort of this port number answers at the address that a socket asks for. */
+static __always_inline bool is_node_port(const struct frontend_key *asked, u64 netns)
+{
+	if (is_loopback(asked->address)) {
+		if (!has_loopback_node_ports(asked->address, netns))
+			return false;
+	} else if (!is_unspecified(asked->address) && !has_node_ports(asked->address)) {
+		return false;
+	}
+	return find_node_port(asked) != NULL;
+}
+
+/* A port that the kernel is left to choose is not looked at: it chooses again, where it must. */
+static __always_inline int on_bind(struct bpf_sock_addr *ctx, bool v6)
+{
+	u64 netns = bpf_get_netns_cookie(ctx);
+	struct frontend_key asked = {};
+	bool taken;
+
+	if (!is_host(netns) || already_refused())
+		return 1;
+	read_address(ctx, v6, asked.address, &asked.port);
+	if (!asked.port)
+		return 1;
+	asked.protocol = ctx->protocol;
+	taken = is_node_port(&asked, netns);
+	if (!taken && !asked.address[2] && is_unspecified(asked.address)) {
+		/* `::` takes IPv4 in as well, unless the socket forbids it; that cannot be seen. */
+		asked.address[2] = bpf_htonl(0xffff);
+		taken = is_node_port(&asked, netns);
+	}
+	if (!taken)
+		return 1;
+	refuse(EADDRINUSE); /* before 5.18 it is EPERM */
+	return 0;
+}
+
 int connect4(struct bpf_sock_addr *ctx)
 {
 	return on_connect(ctx, false);
@@ -411,6 +471,16 @@ int getpeername4(struct bpf_sock_addr *ctx)
 int getpeername6(struct bpf_sock_addr *ctx)
 {
 	return on_getpeername(ctx, true);
+}
+
+int bind4(struct bpf_sock_addr *ctx)
+{
+	return on_bind(ctx, false);
+}
+
+int bind6(struct bpf_sock_addr *ctx)
+{
+	return on_bind(ctx, true);
 }
 
 int sock_release(struct bpf_sock *ctx)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import queue
+import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, NoReturn, Protocol
 
+import msgspec
+
 from ebpflb import __version__, events, sysctls
-from ebpflb.config import Config
+from ebpflb.config import Config, planner_options
 from ebpflb.configwatch import ConfigWatch
 from ebpflb.datapath.base import Datapath
 from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
@@ -31,18 +34,26 @@ from ebpflb.localcount import NoLocalEndpoints
 from ebpflb.logs import Log
 from ebpflb.metrics import Metrics
 from ebpflb.model import (
+    Address,
     Deleted,
     EndpointSlice,
     Event,
+    HealthCheck,
+    LocalAddresses,
     Node,
+    NodePorts,
+    ObjectKey,
     Refused,
+    Rejected,
     ServicePortName,
     Synced,
     Upserted,
 )
+from ebpflb.node import AddressWatch
 from ebpflb.nodelife import is_eligible, why_restart
 from ebpflb.planner.plan import Planner
 from ebpflb.programming import Programming
+from ebpflb.servicehealth import ServiceHealth
 from ebpflb.sources.manifests import ManifestSource
 from ebpflb.synclog import SyncLog
 
@@ -76,6 +87,10 @@ class Loop:
         min_sync_period_s: float = 0.0,
         why_restart: Callable[[Node | None, Node | None], str] = lambda _known, _now: "",
         tell: Callable[[events.Event], None] = lambda _event: None,
+        waits_for_addresses: bool = False,
+        follow: Callable[
+            [Mapping[ObjectKey, HealthCheck], NodePorts], None
+        ] = lambda _checks, _ports: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._planner = planner
@@ -90,10 +105,14 @@ class Loop:
         self._programming = Programming(time.time())
         self._no_local = NoLocalEndpoints()
         self._known_node: Node | None = None
+        self._addresses: tuple[Address, ...] = ()  # the last that the Node had
+        self._ending: _Stop | None = None
         self.node: Node | None = None
         """This node as it was last told; any thread may look."""
         self._queue: queue.SimpleQueue[Event | _Wake | _Stop] = queue.SimpleQueue()
         self._synced = False
+        self._knows_addresses = not waits_for_addresses
+        self._follow = follow
         self._compare_all = True  # not known to be as planned, whatever has changed
         self._deferred_at: dict[ServicePortName, float] = {}
         self._failed: dict[ServicePortName, DatapathError] = {}
@@ -133,10 +152,12 @@ class Loop:
         now = self._clock()
         for event in events:
             self._apply(event)
+        if self._ending is not None:
+            return self._ending  # what is in force stays so until the next agent knows better
         self._woken |= woken
         self._retry |= self._retry_at is not None and now >= self._retry_at
         self._is_due |= bool(events) or self._woken or self._retry
-        if self._synced and self._is_due and now >= self._sync_at:
+        if self._is_ready and self._is_due and now >= self._sync_at:
             self._sync(datapath, woken=self._woken, retry=self._retry)
             self._is_due = self._woken = self._retry = False
             self._sync_at = self._clock() + self._min_sync_period_s  # SYNC-02
@@ -149,7 +170,7 @@ class Loop:
         events: list[Event] = []
         woken, stopping = False, None
         due = min(self._audit_at, self._retry_at or float("inf"))
-        if self._synced and self._is_due:
+        if self._is_ready and self._is_due:
             due = min(due, self._sync_at)
         timeout = None if due == float("inf") else max(0.0, due - self._clock())
         with contextlib.suppress(queue.Empty):
@@ -166,7 +187,16 @@ class Loop:
             self._health.taken(len(events))
         return events, woken, stopping
 
+    @property
+    def _is_ready(self) -> bool:
+        """Whether all is known that a plan needs; one made earlier would take things away."""
+        return self._synced and self._knows_addresses
+
     def _apply(self, event: Event) -> None:
+        if isinstance(event, LocalAddresses):
+            self._knows_addresses = True
+            self._planner.apply(event)
+            return
         if isinstance(event, Synced):
             if not self._synced:
                 self._health.begin()
@@ -177,6 +207,10 @@ class Loop:
             if key.name != self._node_name:
                 return
             self._follow_node(event)
+            believed = self._believable(event)
+            if believed is None:
+                return
+            event = believed
         elif isinstance(event, Upserted) and isinstance(event.obj, EndpointSlice):
             self._programming.changed(event.obj)
         elif key.kind == EndpointSlice.__name__:
@@ -191,17 +225,35 @@ class Loop:
         why = self._why_restart(self._known_node, now)
         self._known_node, self.node = self._known_node or now, now
         if why:
-            self.stop(why)
+            self._ending = _Stop(why)
+
+    def _believable(self, event: Upserted | Deleted | Refused) -> Upserted | Deleted | None:
+        """What the plan is told of this node's Node; None: what was known stays in force.
+
+        A Node that cannot be read, or has no addresses for a moment, is still this node: its
+        NodePorts must not go for that.
+        """
+        if isinstance(event, Refused):
+            rejected = Rejected(event.key, event.reason)
+            _log.warning("not understood; what was known of it counts", **_told(rejected))
+            self._tell(events.not_served(rejected))
+            return None
+        if isinstance(event, Upserted) and isinstance(event.obj, Node):
+            if event.obj.addresses:
+                self._addresses = event.obj.addresses
+            else:
+                return Upserted(msgspec.structs.replace(event.obj, addresses=self._addresses))
+        return event
 
     def _sync(self, datapath: Datapath, *, woken: bool, retry: bool) -> None:
         started = self._clock()
         update = self._planner.update()
         self._no_local.changed(update.changed, update.plan)
         for one in update.rejected:
-            _log.warning("not served", object=str(one.key), reason=one.reason)
+            _log.warning("not served", **_told(one))
             self._tell(events.not_served(one))
         for one in update.mended:
-            _log.info("served again", object=str(one.key), was=one.reason)
+            _log.info("mended or gone", object=str(one.key), was=one.reason)
         self._metrics.rejected(self._planner.rejected_count)
         compared_all = self._compare_all
         changed = set(update.changed)
@@ -218,6 +270,7 @@ class Loop:
             self._fail(error)
             return
         self._compare_all = False
+        self._follow(update.plan.health_checks, update.plan.node_ports)  # HC-08
         if self._audit_at == float("inf"):
             self._audit_at = self._clock() + self._audit_period_s
         # What waits is not programmed yet: of a failed one it is not known whether it will be.
@@ -307,6 +360,10 @@ class Loop:
             _log.error("audit repaired more differences", more=len(found) - 20)
 
 
+def _told(one: Rejected) -> dict[str, object]:
+    return {"object": str(one.key), "reason": one.reason}
+
+
 def _notice(event: str, /, **fields: object) -> None:
     _log.warning(event, **fields)
 
@@ -360,12 +417,13 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
         return _Cluster(ManifestSource(config.manifests, emit, notice=_notice), None)
     # TLS and HTTP cost memory that a node with manifests need not have.
     from ebpflb.sources.client import Client, Throttle  # noqa: PLC0415
-    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource  # noqa: PLC0415
+    from ebpflb.sources.cluster import GOOD_NEWS, ApiSource, has_address  # noqa: PLC0415
     from ebpflb.sources.transport import Credentials, Where, load_access  # noqa: PLC0415
 
     def notice(event: str, /, **fields: object) -> None:
         (_log.info if event in GOOD_NEWS else _log.warning)(event, **fields)
 
+    uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
     where = Where(kubeconfig=config.kubeconfig, master=config.master)
     credentials = Credentials(lambda: load_access(where), notice)
     limits = config.kube_proxy.client_connection
@@ -378,14 +436,25 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
         metrics=metrics.api,
         requests=metrics.requests,
         throttle=throttle,
+        node_ready=lambda node: has_address(node) and (not uses_pod_cidrs or bool(node.pod_cidrs)),
     )
     client = Client(credentials, throttle=throttle, metrics=metrics.requests)
     return _Cluster(source, events.Recorder(client.post, config.node_name, read=client.metadata))
 
 
+_MANY_FILES = 65_536
+
+
+def _allow_many_files() -> None:
+    """Each health port is a descriptor of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY_FILES)), hard))
+
+
 def run(config: Config) -> None:
     """Run until SIGTERM or SIGINT. Raises what the user must mend; exits 1 to be started anew."""
     share_one_heap()
+    _allow_many_files()
     cgroup = config.cgroup or cgroup2_root()
     _log.info(
         "starting", version=__version__, mode="ebpf", node=config.node_name, cgroup=str(cgroup)
@@ -402,8 +471,16 @@ def run(config: Config) -> None:
     health = Health(config.sync_period_s)
     uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
     from_files = config.manifests is not None
+    plans_by = planner_options(config)
+    service_health = ServiceHealth(
+        healthy=health.healthy,
+        node_port_addresses=plans_by.node_port_addresses,
+        failed=lambda key, port, why: tell(
+            events.no_health_server(config.node_name, key, port, why)
+        ),
+    )
     loop = Loop(
-        Planner(config.node_name),
+        Planner(plans_by),
         metrics,
         health,
         node_name=config.node_name,
@@ -413,7 +490,10 @@ def run(config: Config) -> None:
             "" if from_files else why_restart(known, now, uses_pod_cidrs=uses_pod_cidrs)
         ),
         tell=lambda event: tell(event),  # noqa: PLW0108 - it is made below, out of the loop's put
+        waits_for_addresses=True,
+        follow=service_health.follow,
     )
+    addresses = AddressWatch(loop.put, _notice)
     source, recorder = _cluster(config, loop.put, metrics)
     tell: Callable[[events.Event], None] = recorder.tell if recorder else lambda _event: None
     options = EbpfOptions(
@@ -421,7 +501,10 @@ def run(config: Config) -> None:
         cgroup=cgroup,
         map_sizes=config.map_sizes,
         show_service_tcp=config.show_service_tcp,
+        protect_nodeports=config.protect_node_ports,
         agent={
+            "planner": msgspec.to_builtins(plans_by),
+            "protect_nodeports": config.protect_node_ports,
             "manifests": str(config.manifests.resolve()) if config.manifests else "",
             "kubeconfig": config.kubeconfig,
             "master": config.master,
@@ -470,12 +553,23 @@ def run(config: Config) -> None:
             )
             watch.start()
             stack.callback(watch.stop)
-        datapath = stack.enter_context(start_ebpf(options, loop.wake))
+        datapath = stack.enter_context(
+            start_ebpf(
+                options,
+                loop.wake,
+                lambda walk: metrics.stale_walked(
+                    walk.duration_s, walk.cut, unreached=walk.unreached
+                ),
+            )
+        )
         stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
         stack.enter_context(_on_signal(loop.stop))
+        stack.callback(service_health.close)
+        stack.callback(addresses.stop)
+        addresses.start()
         source.start()
         stack.callback(source.stop)
-        health.depends_on(source.alive)
+        health.depends_on(lambda: source.alive() and addresses.alive() and service_health.alive())
         reason = loop.run(datapath)
     if reason:
         _log.error("ended, to be started anew; the data path stays", reason=reason)

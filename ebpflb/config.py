@@ -22,13 +22,15 @@ from ebpflb.errors import ConfigError
 from ebpflb.kubeproxy import flags, rules
 from ebpflb.kubeproxy.flags import FLAGS, LOG_FLAGS, Given
 from ebpflb.kubeproxy.schema import MODE_SECTIONS, KubeProxyConfiguration, with_defaults
-from ebpflb.model import format_address, parse_address
+from ebpflb.model import format_address, parse_address, parse_network
+from ebpflb.planner.options import PlannerOptions
 
 DEFAULT_PIN_PATH = "/sys/fs/bpf/ebpflb"
 SYNC_PERIOD_S = 30.0
 AUDIT_PERIOD_S = 60.0
 DEBUG_VERBOSITY: Final = 4
 """kube-proxy's level from which on it says what only debugging needs."""
+EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 
@@ -58,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     min_sync_period_s: float | None = None
     audit_period_s: float = AUDIT_PERIOD_S
     show_service_tcp: bool = False
+    external_ips: tuple[str, ...] | None = None
+    protect_node_ports: bool = False
     config_file: Path | None = None
     config_content: bytes = b""
     log_json: bool = False
@@ -75,6 +79,8 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
     sync_period: str | None = None
     audit_period: str | None = None
     tcp_peer_name: bool = False
+    external_ips: tuple[str, ...] = ()
+    protect_nodeports: bool = False
     log_format: str | None = None
     hostname_override: str | None = None
     master: str = ""
@@ -108,13 +114,38 @@ class Resolved(NamedTuple):
     notices: tuple[Notice, ...]
 
 
-def require_supported_mode(config: Config) -> None:
+def require_supported(config: Config) -> None:
     """Raises ConfigError where the agent of this version cannot run so."""
     if config.proxy_mode not in {"auto", "ebpf"}:
         raise ConfigError(
             f"proxy mode {config.proxy_mode}: this version has eBPF mode only; "
             "--proxy-mode ebpf chooses it"
         )
+    section = "nftables" if config.kube_proxy.mode == "nftables" else "iptables"
+    if config.kube_proxy.at(f"{section}.masqueradeAll"):
+        raise ConfigError("masqueradeAll: needs the packet path, which this version does not have")
+
+
+def planner_options(config: Config) -> PlannerOptions:
+    """What of it decides the plan.
+
+    In a file of mode nftables that selects no addresses for NodePorts they answer at the Node's own
+    addresses only, as that mode has it; in all others at every local one (NP-02).
+    """
+    kube_proxy = config.kube_proxy
+    selected = kube_proxy.node_port_addresses or None
+    if selected is None and kube_proxy.mode == "nftables":
+        selected = ("primary",)
+    return PlannerOptions(
+        node_name=config.node_name,
+        node_port_addresses=selected,
+        localhost_node_ports=kube_proxy.iptables.localhost_node_ports,
+        external_ips=config.external_ips,
+        allow_external_ips=kube_proxy.feature_gates.get(EXTERNAL_IPS_GATE, True),
+        detect_local_mode=kube_proxy.detect_local_mode,
+        cluster_cidrs=tuple(text for text in kube_proxy.cluster_cidr.split(",") if text),
+        bind_address=kube_proxy.bind_address,
+    )
 
 
 def resolve(own: Own, given: Given, file: File | None = None) -> Resolved:
@@ -149,6 +180,8 @@ def resolve(own: Own, given: Given, file: File | None = None) -> Resolved:
         min_sync_period_s=None if least is None else least.s,
         audit_period_s=_audit_period_s(own),
         show_service_tcp=own.tcp_peer_name,
+        external_ips=parse_external_ips(own.external_ips) if own.external_ips else None,
+        protect_node_ports=own.protect_nodeports,
         config_file=None if file is None else file.path,
         config_content=b"" if file is None else file.content,
         log_json=kube_proxy.logging.format == "json",
@@ -247,6 +280,30 @@ def _notices(config: Config, given: Given, file: File | None, names: _Names) -> 
         yield Notice("proxy mode auto: eBPF where this kernel can", fields, is_warning=False)
     if without := dict(_without_effect(config, given, file, names)):
         yield Notice("settings without effect", {"file": names.file, **without})
+    yield from _advice(config, names)
+
+
+def _advice(config: Config, names: _Names) -> Iterator[Notice]:
+    """What kube-proxy too says at its start: nothing is wrong, but somebody may not expect it."""
+    kube_proxy = config.kube_proxy
+    if not kube_proxy.node_port_addresses:
+        answer = " ".join(planner_options(config).node_port_addresses or ("all",))
+        fields = {"answer_at": answer, "action": "say where: --nodeport-addresses primary is best"}
+        yield Notice("node port addresses are not set", fields, is_warning=False)
+    elif not kube_proxy.iptables.localhost_node_ports and "localhost" in (
+        kube_proxy.node_port_addresses
+    ):
+        fields = {
+            "selected_by": names.of("nodePortAddresses"),
+            "off_by": names.of("iptables.localhostNodePorts"),
+        }
+        yield Notice("NodePorts do not answer at localhost", fields)
+    if kube_proxy.detect_local_mode == "ClusterCIDR" and not kube_proxy.cluster_cidr:
+        fields = {
+            "effect": "under externalTrafficPolicy Local they are treated as clients from outside",
+            "action": "name the pods' range: --cluster-cidr, or another --detect-local-mode",
+        }
+        yield Notice("pods are not told from others", fields, is_warning=False)
 
 
 def _without_effect(
@@ -318,6 +375,17 @@ def parse_period(flag: str, text: str) -> Duration:
         return Duration.seconds(float(text)) if _NUMBER.fullmatch(text) else durations.parse(text)
     except ValueError:
         raise ConfigError(f"{flag} {text}: must be a duration such as 30s or 1m0s") from None
+
+
+def parse_external_ips(texts: Iterable[str]) -> tuple[str, ...]:
+    """CIDRs as given to --external-ips, any number of times; "" allows none."""
+    found = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+    for one in found:
+        try:
+            parse_network(one)
+        except ValueError:
+            raise ConfigError(f"--external-ips {one}: must be a CIDR, as 192.0.2.0/24") from None
+    return found
 
 
 def parse_map_sizes(texts: Iterable[str]) -> dict[str, int]:

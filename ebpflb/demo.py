@@ -23,6 +23,7 @@ STICKY = "10.96.0.11"
 DNS = "10.96.0.12"
 EMPTY = "10.96.0.13"
 WEB6 = "fd96::10"
+NODE_PORT = 30080
 
 _AGENT_STARTS_S = 30.0
 
@@ -50,11 +51,11 @@ class Cluster:
     # --- what the API would say -----------------------------------------------------------------
 
     def write_services(self) -> None:
-        """Four Services: plain and dual-stack, with affinity, UDP, and one without endpoints."""
+        """Four Services: dual-stack with a NodePort, with affinity, UDP, and without endpoints."""
         self._write(
             "services.json",
             [
-                _service("web", [WEB, WEB6], "TCP", 80),
+                _service("web", [WEB, WEB6], "TCP", 80, node_port=NODE_PORT),
                 _service("sticky", [STICKY], "TCP", 80, affinity=True),
                 _service("dns", [DNS], "UDP", 53),
                 _service("empty", [EMPTY], "TCP", 80),
@@ -154,13 +155,20 @@ class Cluster:
 
 
 def _service(
-    name: str, addresses: list[str], protocol: str, port: int, *, affinity: bool = False
+    name: str,
+    addresses: list[str],
+    protocol: str,
+    port: int,
+    *,
+    affinity: bool = False,
+    node_port: int = 0,
 ) -> dict[str, Any]:
     spec: dict[str, Any] = {
+        "type": "NodePort" if node_port else "ClusterIP",
         "clusterIP": addresses[0],
         "clusterIPs": addresses,
         "ipFamilies": ["IPv6" if ":" in one else "IPv4" for one in addresses],
-        "ports": [{"name": "main", "protocol": protocol, "port": port}],
+        "ports": [{"name": "main", "protocol": protocol, "port": port, "nodePort": node_port}],
     }
     if affinity:
         spec["sessionAffinity"] = "ClientIP"

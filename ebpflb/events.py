@@ -381,3 +381,13 @@ class Recorder:
 def _is_passing(status: int) -> bool:
     """Whether trying again may help."""
     return status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.TOO_MANY_REQUESTS} or status >= 500
+
+
+# --- of the health servers of Services ----------------------------------------------------------
+
+
+def no_health_server(node_name: str, key: ObjectKey, port: int, reason: str) -> Event:
+    """A Service's health port is not served on this node (HC-09); all words are kube-proxy's."""
+    what = f'failed to start healthcheck "{key.namespace}/{key.name}" on port {port}'
+    note = f"node {node_name} {what}: {reason}"
+    return Event(key, "FailedToStartServiceHealthcheck", "Listen", note)

@@ -310,7 +310,7 @@ class _Server(ThreadingHTTPServer):
             pass
 
         Handler.routes = routes
-        if host in _WILDCARDS and _has_ipv6():
+        if host in _WILDCARDS and has_ipv6():
             host = "::"
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
@@ -330,7 +330,8 @@ class _Server(ThreadingHTTPServer):
 _WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound to
 
 
-def _has_ipv6() -> bool:
+def has_ipv6() -> bool:
+    """Whether this kernel has IPv6 sockets."""
     try:
         socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
     except OSError:

@@ -239,6 +239,24 @@ class Metrics:
             "Service ports with a Local policy whose endpoints are all on other nodes.",
             ["traffic_policy", "ip_family"],
         )
+        reconciler = "kubeproxy_conntrack_reconciler"
+        self._walks = Histogram(
+            f"{reconciler}_sync_duration_seconds",
+            "How long a look for connected UDP sockets took whose backend serves no more.",
+            ["ip_family"],
+            buckets=_SYNC_BUCKETS,
+            registry=registry,
+        )
+        self._cut = counter(
+            f"{reconciler}_deleted_entries", "Such sockets that were destroyed.", ["ip_family"]
+        )
+        self._unreached = gauge(
+            "ebpflb_stale_sockets_unreached",
+            "Such sockets in network namespaces that could not be entered.",
+        )
+        for family in Family:
+            self._walks.labels(family.label)
+            self._cut.labels(family.label)
         self._writes = counter("ebpflb_map_writes", "Map entries written or deleted by syncs.")
         self._repairs = counter(
             "ebpflb_audit_repairs", "Differences that an audit found and repaired; should stay 0."
@@ -310,6 +328,13 @@ class Metrics:
         """So many service ports drop what comes in a scope, for want of a local endpoint."""
         for scope, count in (("internal", internal), ("external", external)):
             self._no_local_endpoints.labels(scope, family.label).set(count)
+
+    def stale_walked(self, seconds: float, cut: Mapping[Family, int], *, unreached: int) -> None:
+        """Connected UDP sockets were looked through, of both families (MET-22, -23)."""
+        for family in Family:
+            self._walks.labels(family.label).observe(seconds)
+            self._cut.labels(family.label).inc(cut.get(family, 0))
+        self._unreached.set(unreached)
 
     def probed(self, path: str, status: int) -> None:
         """/healthz or /livez was answered."""

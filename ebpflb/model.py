@@ -21,6 +21,8 @@ Address = NewType("Address", bytes)
 """16 bytes, network order; IPv4 in its mapped form."""
 
 _V4_PREFIX = bytes(10) + b"\xff\xff"
+_V6_LOOPBACK = bytes(15) + b"\x01"
+_V6_UNSPECIFIED = bytes(16)
 _DECIMAL_OCTET_MAX_LEN = 16
 
 
@@ -83,6 +85,84 @@ def family_of(address: bytes) -> Family:
     return Family.IPV4 if address[:12] == _V4_PREFIX else Family.IPV6
 
 
+def unspecified(family: Family) -> Address:
+    """``0.0.0.0`` or ``::``."""
+    return Address((_V4_PREFIX if family is Family.IPV4 else bytes(12)) + bytes(4))
+
+
+def special_use(address: bytes) -> str:
+    """``a loopback address`` and the like, for one that is no single node's or Service's (SEC-03).
+
+    "" for all others: unspecified, loopback, link-local and multicast addresses are special.
+    """
+    if address.startswith(_V4_PREFIX):
+        first = address[12]
+        loopback = first == 127
+        link_local = first == 169 and address[13] == 254
+        multicast = 224 <= first < 240
+        unspecified = first == 0 and address.endswith(bytes(4))
+    else:
+        first = address[0]
+        loopback = address == _V6_LOOPBACK
+        link_local = first == 0xFE and address[1] & 0xC0 == 0x80
+        multicast = first == 0xFF
+        unspecified = address == _V6_UNSPECIFIED
+    if not (loopback or link_local or multicast or unspecified):
+        return ""
+    if unspecified:
+        return "the unspecified address"
+    return f"a {'loopback' if loopback else 'link-local' if link_local else 'multicast'} address"
+
+
+class Network(msgspec.Struct, frozen=True, order=True, gc=False):
+    """A range of addresses: those whose first ``length`` bits of 128 are those of ``address``.
+
+    ``address`` has no bit set behind them; an IPv4 prefix is 96 shorter than ``length``.
+    """
+
+    address: Address
+    length: int
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.address)
+
+    @property
+    def admits_all(self) -> bool:
+        """Whether every address of its family is in it."""
+        return self.length == (96 if self.family is Family.IPV4 else 0)
+
+    def __contains__(self, address: bytes) -> bool:
+        """Whether the address is in the range; one of the other family never is."""
+        if family_of(address) is not self.family:
+            return False
+        shift = 128 - self.length
+        return int.from_bytes(address) >> shift == int.from_bytes(self.address) >> shift
+
+    def __str__(self) -> str:
+        prefix = self.length - 96 if self.family is Family.IPV4 else self.length
+        return f"{format_address(self.address)}/{prefix}"
+
+
+def parse_network(text: str) -> Network:
+    """Read ``10.0.0.0/8`` or ``fd00::/48``, with blanks around it (FAM-04) and host bits or not.
+
+    Raises ValueError, naming the text, for anything else.
+    """
+    address_text, slash, prefix_text = text.strip().partition("/")
+    address = parse_address(address_text)
+    longest = 32 if family_of(address) is Family.IPV4 and ":" not in address_text else 128
+    is_number = prefix_text.isascii() and prefix_text.isdigit() and len(prefix_text) <= 3
+    if not (slash and is_number and int(prefix_text) <= longest):
+        raise ValueError(f"{text!r} is no CIDR")
+    length = 128 - longest + int(prefix_text)
+    shift = 128 - length
+    start = int.from_bytes(address) >> shift << shift
+    if longest == 128 and family_of(address) is Family.IPV4 and length < 96:
+        raise ValueError(f"{text!r} is no CIDR")
+    return Network(Address(start.to_bytes(16)), length)
+
+
 class Protocol(enum.IntEnum):
     """The transport protocols of a Service, by their IP protocol numbers."""
 
@@ -123,18 +203,22 @@ class ObjectKey(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):
-    """One entry of a Service's ``ports``."""
+    """One entry of a Service's ``ports``; ``node_port`` is 0 where it has none."""
 
     name: str
     protocol: Protocol
     port: int
+    node_port: int = 0
 
 
 class Service(msgspec.Struct, frozen=True, gc=False):
     """A Service, checked field by field; what was wrong with it stands in ``problems``.
 
     ``created`` is the RFC 3339 creation time as text ("" where unknown); such texts sort by time.
-    ``affinity_s`` is the ClientIP time-out, 0 without affinity.
+    ``affinity_s`` is the ClientIP time-out, 0 without affinity. ``ingress_ips`` are the load
+    balancer's addresses that are this node's to serve (LB-02), ``source_ranges`` who may dial them
+    (LB-05; nobody is kept out where there are none). ``health_port`` is 0 where there is to be no
+    health server (HC-01).
     """
 
     namespace: str
@@ -146,6 +230,10 @@ class Service(msgspec.Struct, frozen=True, gc=False):
     internal_policy: Policy = Policy.CLUSTER
     external_policy: Policy = Policy.CLUSTER
     socket_lb: bool = True
+    external_ips: tuple[Address, ...] = ()
+    ingress_ips: tuple[Address, ...] = ()
+    source_ranges: tuple[Network, ...] = ()
+    health_port: int = 0
     problems: tuple[str, ...] = ()
 
     @property
@@ -161,6 +249,16 @@ class SlicePort(msgspec.Struct, frozen=True, gc=False):
     port: int
 
 
+class Hints(msgspec.Struct, frozen=True, gc=False):
+    """Whom the controller would like to use an endpoint: clients in these zones, on these nodes."""
+
+    zones: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+NO_HINTS = Hints()
+
+
 class EndpointState(enum.IntEnum):
     """What an endpoint's conditions come to (EP-05, TOP-13); the higher is preferred (EP-02)."""
 
@@ -174,8 +272,9 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
 
     All its endpoints are of one ``family``. They are columns of one length, because there may be
     100,000 of them: endpoint i is at ``addresses[i]`` (its first address) on node ``nodes[i]``
-    ("" where unknown) and in the EndpointState ``states[i]``. ``triggered_s`` is the Unix time of
-    the change that made the slice what it is (MET-30), 0 where nobody says it.
+    ("" where unknown) and in the EndpointState ``states[i]``. ``hints`` is one column more, or
+    empty where no endpoint has any. ``triggered_s`` is the Unix time of the change that made the
+    slice what it is (MET-30), 0 where nobody says it.
     """
 
     namespace: str
@@ -188,6 +287,7 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False):
     states: bytes
     problems: tuple[str, ...] = ()
     triggered_s: float = 0.0
+    hints: tuple[Hints, ...] = ()
 
     @property
     def key(self) -> ObjectKey:
@@ -243,7 +343,13 @@ class Synced(msgspec.Struct, frozen=True, gc=False):
     """All objects that existed when the source began have been told."""
 
 
-Event = Upserted | Deleted | Refused | Synced
+class LocalAddresses(msgspec.Struct, frozen=True, gc=False):
+    """The addresses of this node's interfaces, all of them, loopback's too, as they are now."""
+
+    addresses: frozenset[Address]
+
+
+Event = Upserted | Deleted | Refused | Synced | LocalAddresses
 
 
 # --- the plan, from the planner to a datapath ----------------------------------------------------
@@ -309,26 +415,77 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
 class PlannedPort(msgspec.Struct, frozen=True, gc=False):
     """All that a datapath must know of one service port.
 
-    ``internal`` is for the ClusterIP, ``external`` for NodePorts, external and load-balancer
-    addresses (None where the service port has none of them). ``draining`` serve open connections
-    only. ``socket_lb`` False: the socket path must leave its frontends alone.
+    ``cluster`` and ``local`` are the two sets to choose from, every endpoint and those on this node
+    (TOP-03, TOP-04); the policies say which is for whom. ``draining`` are usable endpoints in
+    neither set: they serve open connections only. ``socket_lb`` False: the socket path must leave
+    its frontends alone.
+
+    ``source_ranges``, where there are any, are who may dial its load-balancer addresses;
+    ``node_in_ranges``: this node's own processes are among them (LB-05 to -07).
     """
 
     name: ServicePortName
     frontends: tuple[Frontend, ...]
-    internal: Selection
-    external: Selection | None
+    cluster: Selection
+    local: Selection
     draining: tuple[Backend, ...]
     affinity_s: int
     internal_policy: Policy
     external_policy: Policy
     socket_lb: bool = True
+    source_ranges: tuple[Network, ...] = ()
+    node_in_ranges: bool = True
+
+    @property
+    def is_external(self) -> bool:
+        """Whether it has a NodePort, an external or a load-balancer address (TOP-01)."""
+        return any(one.kind is not FrontendKind.CLUSTER_IP for one in self.frontends)
+
+    @property
+    def internal(self) -> Selection:
+        """Where the ClusterIP leads (POL-01)."""
+        return self.local if self.internal_policy is Policy.LOCAL else self.cluster
+
+    @property
+    def external(self) -> Selection | None:
+        """Where all other frontends lead those who come from outside (POL-02, -03); None without.
+
+        Pods and this node's own processes are led to ``cluster`` (POL-04, -05).
+        """
+        if not self.is_external:
+            return None
+        return self.local if self.external_policy is Policy.LOCAL else self.cluster
+
+
+class NodePorts(msgspec.Struct, frozen=True):
+    """Where NodePorts answer: at ``addresses`` of this node, from everywhere.
+
+    ``loopback``: and for this node's own processes at 127.0.0.0/8, or at ::1 (NP-07). Both
+    families' frontends stand at the unspecified address, ``::ffff:0.0.0.0`` and ``::``.
+    """
+
+    addresses: frozenset[Address] = frozenset()
+    loopback: frozenset[Family] = frozenset()
+
+
+class HealthCheck(msgspec.Struct, frozen=True, gc=False):
+    """What a Service's health server says (HC-01, HC-06): ``endpoints`` ready ones are local."""
+
+    port: int
+    endpoints: int
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What this node should do, whole: one entry for each service port that is served."""
+    """What this node should do, whole: one entry for each service port that is served.
+
+    ``tells_pods``: the families in which pods can be told from the outside (MASQ-09, POL-06); in
+    the others they are treated as outside. ``health_checks`` are by their Service's key.
+    """
 
     ports: Mapping[ServicePortName, PlannedPort]
+    node_ports: NodePorts = NodePorts()
+    tells_pods: frozenset[Family] = frozenset()
+    health_checks: Mapping[ObjectKey, HealthCheck] = {}
 
 
 class Rejected(msgspec.Struct, frozen=True, order=True, gc=False):

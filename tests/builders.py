@@ -8,17 +8,22 @@ the planner takes. Whatever a test does not care about has a default.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ebpflb.lab.addresses import node_ipv4, pod_ipv4, pod_ipv6
 from ebpflb.model import (
+    NO_HINTS,
     Address,
     Backend,
     EndpointSlice,
     EndpointState,
     Family,
+    Frontend,
+    FrontendKind,
+    Hints,
+    Node,
     ObjectKey,
     Policy,
     Protocol,
@@ -28,7 +33,10 @@ from ebpflb.model import (
     SlicePort,
     family_of,
     parse_address,
+    parse_network,
 )
+from ebpflb.planner.options import PlannerOptions
+from ebpflb.planner.plan import Planner
 from ebpflb.sources import wire
 
 NODE = "node-1"
@@ -71,9 +79,10 @@ def service_object(
     labels: dict[str, str | None] | None = None,
     annotations: dict[str, str | None] | None = None,
     created: str | None = CREATED,
+    ingress: object = None,
     **spec: object,
 ) -> ApiObject:
-    """Return a v1 Service; ``spec`` adds to or replaces fields of its spec."""
+    """Return a v1 Service; ``ingress`` is in its status, ``spec`` adds to or replaces its spec."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -91,15 +100,24 @@ def service_object(
             "ports": list(ports),
         }
         | spec,
+        "status": {"loadBalancer": {"ingress": ingress}},
     }
 
 
 def endpoint_object(
-    address: str | None = pod_ip(10), *, node: str | None = NODE, **conditions: bool | None
+    address: str | None = pod_ip(10),
+    *,
+    node: str | None = NODE,
+    hints: object = None,
+    **conditions: bool | None,
 ) -> ApiObject:
     """Return one entry of a slice's ``endpoints``."""
-    addresses = [] if address is None else [address]
-    return {"addresses": addresses, "nodeName": node, "conditions": conditions or None}
+    return {
+        "addresses": [] if address is None else [address],
+        "nodeName": node,
+        "conditions": conditions or None,
+        "hints": hints,
+    }
 
 
 def slice_object(
@@ -146,6 +164,11 @@ def service(
     created: str = CREATED,
     affinity_s: int = 0,
     internal_policy: Policy = Policy.CLUSTER,
+    external_policy: Policy = Policy.CLUSTER,
+    external_ips: Iterable[str] = (),
+    ingress_ips: Iterable[str] = (),
+    source_ranges: Iterable[str] = (),
+    health_port: int = 0,
     problems: tuple[str, ...] = (),
 ) -> Service:
     """Return a Service of one TCP port ``http``."""
@@ -157,17 +180,35 @@ def service(
         ports=tuple(ports),
         affinity_s=affinity_s,
         internal_policy=internal_policy,
+        external_policy=external_policy,
+        external_ips=tuple(map(parse_address, external_ips)),
+        ingress_ips=tuple(map(parse_address, ingress_ips)),
+        source_ranges=tuple(map(parse_network, source_ranges)),
+        health_port=health_port,
         problems=problems,
     )
 
 
-Row = tuple[str, str, EndpointState]
-"""An endpoint's address, node and state."""
+class Row(NamedTuple):
+    """An endpoint as a slice has it."""
+
+    address: str
+    node: str
+    state: EndpointState
+    hints: Hints
 
 
-def at(address: str, node: str = OTHER_NODE, state: EndpointState = READY) -> Row:
-    """Return an endpoint, ready and on another node."""
-    return (address, node, state)
+def at(
+    address: str,
+    node: str = OTHER_NODE,
+    state: EndpointState = READY,
+    *,
+    zones: Iterable[str] = (),
+    nodes: Iterable[str] = (),
+) -> Row:
+    """Return an endpoint, ready and on another node, with hints for zones and nodes."""
+    hints = Hints(tuple(zones), tuple(nodes))
+    return Row(address, node, state, NO_HINTS if hints == NO_HINTS else hints)
 
 
 def endpoint_slice(
@@ -179,7 +220,8 @@ def endpoint_slice(
     problems: tuple[str, ...] = (),
 ) -> EndpointSlice:
     """Return a slice of the family of its first endpoint."""
-    addresses: tuple[Address, ...] = tuple(parse_address(address) for address, _, _ in rows)
+    addresses: tuple[Address, ...] = tuple(parse_address(row.address) for row in rows)
+    has_hints = any(row.hints is not NO_HINTS for row in rows)
     return EndpointSlice(
         namespace=namespace,
         name=name,
@@ -187,10 +229,31 @@ def endpoint_slice(
         family=family_of(addresses[0]) if addresses else Family.IPV4,
         ports=tuple(ports),
         addresses=addresses,
-        nodes=tuple(node for _, node, _ in rows),
-        states=bytes(state for _, _, state in rows),
+        nodes=tuple(row.node for row in rows),
+        states=bytes(row.state for row in rows),
+        hints=tuple(row.hints for row in rows) if has_hints else (),
         problems=problems,
     )
+
+
+def node(*addresses: str, zone: str = "", pod_cidrs: tuple[str, ...] = ()) -> Node:
+    """Return this node's Node object."""
+    return Node(NODE, zone, addresses=tuple(map(parse_address, addresses)), pod_cidrs=pod_cidrs)
+
+
+def new_planner(**options: Any) -> Planner:
+    """Return a planner for this node."""
+    return Planner(PlannerOptions(node_name=NODE, **options))
+
+
+def frontend(
+    address: str,
+    port: int = 80,
+    protocol: Protocol = Protocol.TCP,
+    kind: FrontendKind = FrontendKind.CLUSTER_IP,
+) -> Frontend:
+    """Return what clients dial."""
+    return Frontend(parse_address(address), port, protocol, kind)
 
 
 def backend(

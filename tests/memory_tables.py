@@ -15,7 +15,7 @@ from ebpflb.datapath.ebpf.tables import (
     FRONTEND_VALUE,
     KIND_PROBE,
     PORT,
-    SCOPES,
+    SETS,
     Table,
     index_of,
     unpack_word,
@@ -112,6 +112,7 @@ class MemoryTables:
         frontends: int = 256,
         members: int = 4096,
         names: int = 256,
+        node_addrs: int = 64,
     ) -> None:
         self.port_entries = ports
         self.backend_entries = backends
@@ -119,6 +120,8 @@ class MemoryTables:
         self.frontends: Table = self._frontends
         self.members: Table = MemoryTable("members", members, self._step)
         self.names: Table = MemoryTable("names", names, self._step)
+        self.node_addrs: Table = MemoryTable("node_addrs", node_addrs, self._step)
+        self._flags = 0
         self._ports = bytearray(ports * PORT.size)
         self._backends = bytearray(backends * BACKEND.size)
         self.cleared: list[int] = []
@@ -159,9 +162,9 @@ class MemoryTables:
         struct.pack_into("=I", self._ports, index * PORT.size + offset, value)
         self._look()
 
-    def publish(self, index: int, scope: int, word: int) -> None:
+    def publish(self, index: int, which: int, word: int) -> None:
         self._store()
-        struct.pack_into("=Q", self._ports, index * PORT.size + 8 * scope, word)
+        struct.pack_into("=Q", self._ports, index * PORT.size + 8 * which, word)
         self._look()
 
     def read_ports(self) -> bytes:
@@ -181,6 +184,14 @@ class MemoryTables:
     def clear_connections(self, index: int) -> None:
         self._step()
         self.cleared.append(index)
+
+    def read_flags(self) -> int:
+        return self._flags
+
+    def write_flags(self, flags: int) -> None:
+        self._store()
+        self._flags = flags
+        self._look()
 
     # --- readers --------------------------------------------------------------------------------
 
@@ -208,7 +219,7 @@ class MemoryTables:
             port = PORT.unpack(self.read_port(index))
             assert port.id == frontend.id, f"a frontend leads to slot {index} of another id"
             self._held_ids[index] = frontend.id
-            for word in struct.unpack(f"={SCOPES}Q", port.word):
+            for word in struct.unpack(f"={SETS}Q", port.word):
                 base, length, _ = unpack_word(word)
                 raw = self.read_backends(base, length)
                 for at in range(0, len(raw), BACKEND.size):

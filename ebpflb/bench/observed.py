@@ -31,6 +31,7 @@ from ebpflb.datapath.ebpf.datapath import EbpfOptions, start
 from ebpflb.health import Health
 from ebpflb.metrics import Metrics
 from ebpflb.model import Event, Plan, ServicePortName
+from ebpflb.planner.options import PlannerOptions
 from ebpflb.planner.plan import Planner
 from ebpflb.sources.cluster import ApiSource
 from ebpflb.sources.manifests import ManifestSource
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = _Times()
     metrics = Metrics()
     loop = Loop(
-        Planner(told.node_name),
+        Planner(PlannerOptions(node_name=told.node_name)),
         metrics,
         Health(SYNC_PERIOD_S),
         node_name=told.node_name,

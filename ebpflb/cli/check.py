@@ -8,10 +8,12 @@ file must not know what a plan or a map looks like.
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -22,16 +24,23 @@ from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import audit, inspect
 from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.inspect import Inspector
-from ebpflb.errors import ConfigError
-from ebpflb.model import Event, Plan, Rejected
+from ebpflb.errors import ConfigError, DatapathError
+from ebpflb.model import Address, Event, LocalAddresses, Plan, Rejected
+
+if TYPE_CHECKING:
+    from ebpflb.planner.options import PlannerOptions
 
 LOOKS: Final = 4
 LOOK_INTERVAL_S: Final = 0.5
 """A sync and the grace period behind it are over long before the last look."""
 
+_SO_NETNS_COOKIE: Final = 71
 
 Reader = Callable[[Callable[..., None]], list[Event]]
 """Reads the source once; what there is to say goes to the function given."""
+
+Local = Callable[[], frozenset[Address]]
+"""Reads the addresses of this node's interfaces."""
 
 
 class Truth(msgspec.Struct, frozen=True):
@@ -79,15 +88,19 @@ def check(
     that was under way, and is not one.
     """
     with inspect.opened(pin_path) as kernel:
-        left = kernel.settings().options
-        node = _node(hostname_override, left)
-        read = _reader(_chosen(manifests, kubeconfig, master, left), node)
-        attachment = Attachment(pin_path, options.chosen_cgroup(cgroup, left))
+        settings = kernel.settings()
+        left = settings.options
         notes = _Notes()
-        truth = load_truth(read, node, notes)
+        settled = planner_options(_node(hostname_override, left), left, notes)
+        read = _reader(_chosen(manifests, kubeconfig, master, left), settled.node_name)
+        local = _local(kernel, settings.host_netns, notes)
+        attachment = inspect.attachment(pin_path, options.chosen_cgroup(cgroup, left), left)
+        truth = load_truth(read, settled, local, notes)
         found = lasting(
             _differences(truth.plan, kernel, attachment),
-            lambda: _differences(load_truth(read, node, _silent).plan, kernel, attachment),
+            lambda: _differences(
+                load_truth(read, settled, local, _silent).plan, kernel, attachment
+            ),
         )
     notes.say(truth.rejected)
     if output == "json":
@@ -143,11 +156,60 @@ def _node(told: str | None, left: Mapping[str, object]) -> str:
     return node_name(told)
 
 
-def load_truth(read: Reader, node: str, notice: Callable[..., None]) -> Truth:
+def planner_options(
+    node: str, left: Mapping[str, object], notice: Callable[..., None]
+) -> PlannerOptions:
+    """What the agent plans by, as it left it, but for this node's name."""
+    from ebpflb.planner.options import PlannerOptions
+
+    try:
+        return msgspec.structs.replace(
+            msgspec.convert(left.get("planner"), PlannerOptions), node_name=node
+        )
+    except msgspec.ValidationError:
+        notice("planned by kube-proxy's defaults: no agent has left word of its settings")
+        return PlannerOptions(node_name=node)
+
+
+def _local(kernel: Inspector, host_netns: int, notice: Callable[..., None]) -> Local:
+    """In another network namespace than the node's its addresses are those that the map knows."""
+    from ebpflb.node import local_addresses
+
+    mine = _netns_cookie()
+    if mine and host_netns and mine != host_netns:
+        notice(
+            "this is not the node's network namespace: addresses at which NodePorts should answer "
+            "and do not are not seen from here"
+        )
+        return lambda: frozenset(kernel.snapshot.node_addrs)
+
+    def read() -> frozenset[Address]:
+        try:
+            return local_addresses()
+        except OSError as error:
+            raise DatapathError("read", "this node's addresses", error.errno or 0) from None
+
+    return read
+
+
+def _netns_cookie() -> int:
+    """That of this process's network namespace; 0 on kernels before 5.14."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            raw = one.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return 0
+    return int(struct.unpack("=Q", raw)[0])
+
+
+def load_truth(
+    read: Reader, settled: PlannerOptions, local: Local, notice: Callable[..., None]
+) -> Truth:
     """Read the source once and plan it. Raises ConfigError or SourceError where that fails."""
     from ebpflb.planner.plan import Planner
 
-    planner = Planner(node)
+    planner = Planner(settled)
+    planner.apply(LocalAddresses(local()))
     for event in read(notice):
         planner.apply(event)
     return Truth(planner.update().plan, planner.rejected)
@@ -195,7 +257,7 @@ class _Notes:
             )
             return
         facts = ", ".join(f"{key} {value}" for key, value in fields.items() if value)
-        self._lines.append(f"{event.replace('_', ' ')}: {facts}")
+        self._lines.append(event.replace("_", " ") + (f": {facts}" if facts else ""))
 
     def say(self, rejected: tuple[Rejected, ...]) -> None:
         for line in self._lines:
@@ -231,9 +293,7 @@ def _print_agreement(plan: Plan) -> None:
     backends = {
         (str(name), name.protocol, backend.address, backend.port)
         for name, planned in plan.ports.items()
-        for selection in (planned.internal, planned.external)
-        if selection is not None
-        for backend in (*selection.backends, *planned.draining)
+        for backend in (*planned.cluster.backends, *planned.local.backends, *planned.draining)
     }
     render.print_line(
         f"no difference: {len(ports)} service port{'' if len(ports) == 1 else 's'}, "

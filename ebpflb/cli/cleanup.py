@@ -20,7 +20,7 @@ import click
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Styled
 from ebpflb.datapath.ebpf import abi, inspect, libbpf
-from ebpflb.datapath.ebpf.attach import HOOKS, Attachment
+from ebpflb.datapath.ebpf.attach import EVERY_HOOK, Attachment
 from ebpflb.datapath.ebpf.maps import LINKS, PinFolder
 from ebpflb.errors import DatapathError
 
@@ -82,7 +82,7 @@ def _look(pin_path: Path) -> _Contents:
     links: list[Path] = []
     maps: list[Path] = []
     foreign: list[Path] = []
-    hooks = {hook.name for hook in HOOKS}
+    hooks = {hook.name for hook in EVERY_HOOK}
     for path in sorted(pin_path.iterdir()):
         if path.name == LINKS and path.is_dir():
             for inner in sorted(path.iterdir()):
@@ -91,7 +91,7 @@ def _look(pin_path: Path) -> _Contents:
             maps.append(path)
         else:
             foreign.append(path)
-    order = [hook.name for hook in reversed(HOOKS)]  # new connections first, replies last
+    order = [hook.name for hook in reversed(EVERY_HOOK)]  # new connections first, replies last
     links.sort(key=lambda path: order.index(path.name))
     return _Contents(tuple(links), tuple(maps), tuple(foreign))
 
@@ -161,7 +161,7 @@ def _still_attached(running: Mapping[str, int], cgroup: Path) -> list[str]:
         while True:
             left = [
                 hook.name
-                for hook in HOOKS
+                for hook in EVERY_HOOK
                 if hook.name in running
                 and running[hook.name] in libbpf.cgroup_programs(fd, hook.attach_type)[0]
             ]

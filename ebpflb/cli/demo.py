@@ -24,7 +24,7 @@ _PICTURE = """\
    ├─ web-1     {w1:<12}
    └─ web-2     {w2:<12}
 
-   demo/web     {web} and {web6}, port 80
+   demo/web     {web} and {web6}, port 80, NodePort {node_port}
    demo/sticky  {sticky}, port 80, ClientIP affinity
    demo/dns     {dns}, port 53, UDP
    demo/empty   {empty}, port 80, no endpoints"""
@@ -86,12 +86,13 @@ def _story(running: Cluster, console: Console, tell: Callable[[str], None]) -> i
 
 
 def _show_cluster(running: Cluster, console: Console, tell: Callable[[str], None]) -> None:
-    from ebpflb.demo import DNS, EMPTY, STICKY, WEB, WEB6
+    from ebpflb.demo import DNS, EMPTY, NODE_PORT, STICKY, WEB, WEB6
 
     tell("A cluster out of network namespaces")
     pods = zip(("a", "b", "w1", "w2", "w3"), (*running.clients, *running.backends), strict=True)
     addresses = {"web": WEB, "web6": WEB6, "sticky": STICKY, "dns": DNS, "empty": EMPTY}
-    console.print(_PICTURE.format(**{key: pod.ipv4 for key, pod in pods}, **addresses))
+    texts = {key: pod.ipv4 for key, pod in pods} | addresses | {"node_port": str(NODE_PORT)}
+    console.print(_PICTURE.format(**texts))
 
     tell("The agent starts: it makes the maps, fills them, and attaches the programs")
     running.start_agent()
@@ -99,7 +100,7 @@ def _show_cluster(running: Cluster, console: Console, tell: Callable[[str], None
 
 
 def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> int:
-    from ebpflb.demo import DNS, EMPTY, STICKY, WEB, WEB6
+    from ebpflb.demo import DNS, EMPTY, NODE_PORT, STICKY, WEB, WEB6
 
     client = running.clients[0]
     tell(f"{client.name} connects {CONNECTS} times to {WEB}:80 (demo/web)")
@@ -111,6 +112,15 @@ def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> in
     web6 = client.tcp(WEB6, 80, count=CONNECTS)
     console.print(f"   the same over IPv6, {WEB6} port 80:")
     _bars(console, web6.backends)
+
+    node = running.node
+    tell(f"NodePort {NODE_PORT} of demo/web: {client.name} dials the node, the node its loopback")
+    ported = [
+        client.tcp(node.ipv4, NODE_PORT, count=50),
+        node.tcp("127.0.0.1", NODE_PORT, count=50),
+    ]
+    for dialled, outcome in zip((node.ipv4, "127.0.0.1"), ported, strict=True):
+        console.print(f"   {dialled:<13} {_counts(outcome.backends)}")
 
     tell(f"ClientIP affinity: both clients connect 50 times to {STICKY}:80 (demo/sticky)")
     sticky = [each.tcp(STICKY, 80, count=50) for each in running.clients]
@@ -129,7 +139,7 @@ def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> in
     tell(f"No endpoints: {client.name} connects to {EMPTY}:80 (demo/empty)")
     empty = client.tcp(EMPTY, 80, count=3)
     console.print(f"   refused at once: {_counts(empty.errors)}")
-    return sum(outcome.failed for outcome in (web, web6, *sticky, one, many))
+    return sum(outcome.failed for outcome in (web, web6, *ported, *sticky, one, many))
 
 
 def _change(running: Cluster, console: Console, tell: Callable[[str], None]) -> int:

@@ -159,38 +159,38 @@ _PORT_COLUMNS = [
     Column("ID", right=True, rigid=True),
     Column("PROTO", rigid=True),
     Column("FAMILY", rigid=True),
-    Column("INTERNAL"),
-    Column("EXTERNAL"),
+    Column("CLUSTER"),
+    Column("LOCAL"),
+    Column("FLAGS"),
     Column("AFFINITY", right=True, rigid=True),
     Column("SERVICE"),
 ]
 
 
 def _port_cells(row: PortRow) -> list[Cell]:
-    internal = _range(
-        row.internal_base, row.internal_count, row.internal_flags, row.internal_policy
-    )
+    cluster = _range(row.cluster_base, row.cluster_count, row.cluster_flags)
     return [
         str(row.slot),
         str(row.id),
         row.protocol,
         row.family,
-        f"{internal} +{row.draining} draining" if row.draining else internal,
-        _range(row.external_base, row.external_count, row.external_flags, row.external_policy),
+        f"{cluster} +{row.draining} draining" if row.draining else cluster,
+        _range(row.local_base, row.local_count, row.local_flags),
+        ",".join(row.flags) or "-",
         render.duration(row.affinity_seconds) if row.affinity_seconds else "-",
         row.service or "-",
     ]
 
 
-def _range(base: int, count: int, flags: Sequence[str], policy: str) -> str:
+def _range(base: int, count: int, flags: Sequence[str]) -> str:
     """Which slots of `backends`, and what else the word says."""
     slots = "" if not count else str(base) if count == 1 else f"{base}-{base + count - 1}"
-    local = "local" if policy == "Local" else ""
-    return " ".join(filter(None, (slots, *flags, local))) or "-"
+    return " ".join(filter(None, (slots, *flags))) or "-"
 
 
 def _print_settings(row: SettingsRow) -> None:
-    values = [
-        (key, str(getattr(row, key))) for key in row.__struct_fields__ if key != "options"
-    ] + [(f"options.{key}", str(value)) for key, value in row.options.items()]
+    values: list[tuple[str, Cell]] = [
+        (key, _cell(key, getattr(row, key))) for key in row.__struct_fields__ if key != "options"
+    ]
+    values += [(f"options.{key}", str(value)) for key, value in row.options.items()]
     render.print_table([Column("SETTING", rigid=True), Column("VALUE")], values)

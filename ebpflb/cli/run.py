@@ -93,7 +93,8 @@ def _is_true(name: str, text: str | None) -> bool:
     "map_sizes",
     multiple=True,
     metavar="NAME=N[,NAME=N…]",
-    help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names.",
+    help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names,"
+    " node_addrs.",
 )
 @click.option(
     "--sync-period",
@@ -111,6 +112,19 @@ def _is_true(name: str, text: str | None) -> bool:
     default=False,
     show_default=True,
     help="getpeername() of a TCP socket shows the Service; it costs some 5 % of a connect().",
+)
+@click.option(
+    "--external-ips",
+    multiple=True,
+    metavar="CIDR[,CIDR…]",
+    help="Which addresses a Service may take by its externalIPs; = (nothing) is none.  "
+    "[default: any]",
+)
+@click.option(
+    "--protect-nodeports/--no-protect-nodeports",
+    default=False,
+    show_default=True,
+    help="No process of this node may bind() to a NodePort, where it would hear nothing.",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="[default: text]")
 @click.option(
@@ -154,7 +168,7 @@ def run(
     **flags: Any,
 ) -> None:
     """Serve the Services of this node until SIGTERM; the data path stays when the agent ends."""
-    from ebpflb.config import require_supported_mode, resolve
+    from ebpflb.config import require_supported, resolve
 
     names = [flag.name for flag in (*FLAGS, *LOG_FLAGS)]
     texts = {name: flags.pop(name.replace("-", "_")) for name in names}
@@ -174,7 +188,7 @@ def run(
 
         sysctls.set_conntrack(config.kube_proxy.conntrack)
         return
-    require_supported_mode(config)
+    require_supported(config)
     from ebpflb import agent
 
     agent.run(config)

@@ -34,8 +34,10 @@ def list_services(*, output: str, pin_path: Path) -> None:
 
     The kernel keeps the IPv4 and the IPv6 part of a service port apart; here they are one entry:
     frontends and backends of both, their connections added up, and the id of the IPv4 part where
-    there is one. Backends are those of the internal and the external range; those that only serve
-    open connections are shown as terminating.
+    there is one. Backends are those to which somebody's new connections are led, and those that
+    terminate and serve open ones only. With -o wide a backend that is not for everybody says for
+    whom: ClusterIP (who dials that), inside (this node and its pods, dialling another frontend) or
+    outside.
     """
     with inspect.opened(pin_path) as kernel:
         found = kernel.services()
@@ -65,7 +67,11 @@ def _print_table(found: Sequence[ListedService], *, wide: bool) -> None:
 
 def _cells(one: ListedService, *, wide: bool) -> list[Cell]:
     service = one.service
-    frontends: list[Item] = [_frontend(frontend) for frontend in service.frontends]
+    frontends: list[Item] = [
+        _frontend(frontend, mark if wide else "")
+        for frontend, mark in zip(service.frontends, one.frontend_marks, strict=True)
+    ]
+    backends = _every_backend(one) if wide else _some_backends(service.backends)
     notes = [Styled(note, "yellow") for note in one.notes]
     cells: list[Cell] = [
         service.service or Styled("(no name)", "red"),
@@ -73,7 +79,7 @@ def _cells(one: ListedService, *, wide: bool) -> list[Cell]:
         render.duration(service.affinity_seconds) if service.affinity_seconds else "-",
         str(service.connections),
         frontends if wide else _elided(frontends),
-        [*notes, *(_every_backend(service.backends) if wide else _some_backends(service.backends))],
+        [*notes, *backends],
     ]
     if wide:
         policy = f"{service.internal_policy}/{service.external_policy}"
@@ -81,8 +87,11 @@ def _cells(one: ListedService, *, wide: bool) -> list[Cell]:
     return cells
 
 
-def _every_backend(backends: Sequence[ServiceBackend]) -> list[Item]:
-    return [_backend(one, " local" if one.local else "") for one in backends]
+def _every_backend(one: ListedService) -> list[Item]:
+    return [
+        _backend(backend, (" local" if backend.local else "") + (f" ({mark})" if mark else ""))
+        for backend, mark in zip(one.service.backends, one.backend_marks, strict=True)
+    ]
 
 
 def _some_backends(backends: Sequence[ServiceBackend]) -> list[Item]:
@@ -100,16 +109,18 @@ def _elided(items: Sequence[Item]) -> list[Item]:
 
 
 def _backend(backend: ServiceBackend, more: str = "") -> Item:
-    text = _endpoint(backend.address, backend.port) + more
+    text = _endpoint(backend.address, backend.port)
     if backend.state == "ready":
-        return Styled(text, "green")
-    return Styled(f"{text} terminating", "yellow")
+        return Styled(f"{text}{more}", "green")
+    return Styled(f"{text} terminating{more}", "yellow")
 
 
-def _frontend(frontend: ServiceFrontend) -> Item:
+def _frontend(frontend: ServiceFrontend, mark: str) -> Item:
     """The type of most frontends, ClusterIP, goes without saying."""
     text = _endpoint(frontend.address, frontend.port)
-    return text if frontend.type == FrontendKind.CLUSTER_IP.value else f"{text} {frontend.type}"
+    if frontend.type != FrontendKind.CLUSTER_IP.value:
+        text += f" {frontend.type}"
+    return f"{text} ({mark})" if mark else text
 
 
 def _endpoint(address: str, port: int) -> str:

@@ -25,10 +25,12 @@ from ebpflb.cli.render import Cell, Column, Item, Styled
 from ebpflb.datapath.ebpf import abi, inspect
 from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.inspect import EVICTING, Holder, Inspector, MapFill
-from ebpflb.datapath.ebpf.rows import SettingsRow
+from ebpflb.datapath.ebpf.rows import NodeAddressRow, Row, Service, SettingsRow
 from ebpflb.errors import ConfigError
+from ebpflb.model import FrontendKind
 
 HTTP_TIMEOUT_S: Final = 2.0
+_SHOWN: Final = 6
 FULL: Final = 0.9
 """A map that is as full as this will soon refuse what comes next."""
 
@@ -39,6 +41,7 @@ _SYNCED = (
 _QUEUED = "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"
 _HOOK_ORDER = tuple(abi.names_of("HOOK_").values())
 _ATTACHED = "attached"
+_LOOPBACK = {"loopback4": "127.0.0.0/8", "loopback6": "::1"}
 
 
 class Hook(msgspec.Struct, frozen=True):
@@ -70,6 +73,13 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, str] = {}
 
 
+class NodePorts(msgspec.Struct, frozen=True):
+    """Where NodePorts answer: everybody at ``addresses``, the node's own processes at both."""
+
+    addresses: list[str]
+    loopback: list[str]
+
+
 class Status(msgspec.Struct, frozen=True):
     """All of it. ``problems`` make the exit code 1, ``warnings`` do not."""
 
@@ -80,6 +90,7 @@ class Status(msgspec.Struct, frozen=True):
     cgroup: str
     service_ports: int
     backends: int
+    node_ports: NodePorts
     agent: Agent
     programs: list[Hook]
     maps: list[MapFill]
@@ -112,14 +123,16 @@ def status(*, output: str, pin_path: Path, cgroup: Path | None) -> None:
 
 
 def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Path) -> Status:
-    attachment = Attachment(pin_path, cgroup)
+    attachment = inspect.attachment(pin_path, cgroup, settings.options)
     node = settings.options.get("hostname")
     services = [one.service for one in kernel.services()]
     programs = _hooks(attachment, kernel)
     maps = kernel.fill()
     counters = kernel.counters()
+    node_ports = where_node_ports_answer(kernel.entries("node_addrs"), settings.flags)
     agent = ask_agent(inspect.holder(pin_path), settings.options)
     problems, warnings = judge(agent, programs, maps, counters)
+    warnings += unanswered(node_ports, services)
     return Status(
         version=__version__,
         mode="ebpf",
@@ -128,6 +141,7 @@ def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Pa
         cgroup=str(cgroup),
         service_ports=len(services),
         backends=sum(len(one.backends) for one in services),
+        node_ports=node_ports,
         agent=agent,
         programs=programs,
         maps=maps,
@@ -148,6 +162,14 @@ def _hooks(attachment: Attachment, kernel: Inspector) -> list[Hook]:
         )
         for one in sorted(attachment.look(), key=lambda one: _HOOK_ORDER.index(one.hook))
     ]
+
+
+def where_node_ports_answer(rows: Iterable[Row], flags: Sequence[str]) -> NodePorts:
+    """``rows`` are those of `node_addrs`, ``flags`` the words of `settings`."""
+    return NodePorts(
+        addresses=[row.address for row in rows if isinstance(row, NodeAddressRow)],
+        loopback=[network for flag, network in _LOOPBACK.items() if flag in flags],
+    )
 
 
 # --- what is wrong -------------------------------------------------------------------------------
@@ -190,6 +212,16 @@ def judge(
         )
     of_agent = _of_agent(agent)
     return [*problems, *of_agent[0]], [*warnings, *of_agent[1]]
+
+
+def unanswered(node_ports: NodePorts, services: Iterable[Service]) -> list[str]:
+    """A warning where there are NodePorts and nobody can dial them."""
+    if node_ports.addresses or node_ports.loopback:
+        return []
+    types = {frontend.type for one in services for frontend in one.frontends}
+    if FrontendKind.NODE_PORT.value not in types:
+        return []
+    return ["NodePorts answer nowhere: --nodeport-addresses of the agent has none of this node's"]
 
 
 def _by_state(programs: Iterable[Hook]) -> Iterable[tuple[str, list[str]]]:
@@ -317,9 +349,10 @@ def _print_page(found: Status) -> None:
         ("pin path", [found.pin_path]),
         ("cgroup", [found.cgroup]),
         ("serving", [f"{found.service_ports} service ports, {found.backends} backends"]),
+        ("node ports", [_answering(found.node_ports)]),
         ("agent", _agent_items(found.agent)),
     ):
-        render.print_line(Styled(f"  {key:<10}", "dim"), *items)
+        render.print_line(Styled(f"  {key:<11}", "dim"), *items)
     _heading("programs", "asked of the kernel")
     render.print_table(
         [
@@ -358,6 +391,16 @@ def _print_page(found: Status) -> None:
 def _heading(text: str, more: str = "") -> None:
     render.print_line()
     render.print_line(Styled(text, "bold cyan"), Styled(f"  {more}" if more else "", "dim italic"))
+
+
+def _answering(node_ports: NodePorts) -> Item:
+    """Addresses may be many; all of them are in ``map dump node_addrs`` and in the JSON."""
+    places = node_ports.addresses[:_SHOWN]
+    more = len(node_ports.addresses) - len(places)
+    at = f"at {', '.join(places)}{f' and {more} more' if more else ''}" if places else ""
+    here = " and ".join(node_ports.loopback)
+    texts = filter(None, (at, f"for the node itself at {here}" if here else ""))
+    return "; ".join(texts) or Styled("answer nowhere", "yellow")
 
 
 def _agent_items(agent: Agent) -> list[Item]:

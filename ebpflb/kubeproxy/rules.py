@@ -229,17 +229,14 @@ MEANS_NOTHING: Final = (
 """What has no meaning in this data path or this agent; docs/configuration.md says why for each."""
 
 NOT_YET: Final = (
-    "clusterCIDR",
-    "detectLocal",
-    "detectLocalMode",
-    "iptables.localhostNodePorts",
     "iptables.masqueradeAll",
     "iptables.masqueradeBit",
     "nftables.masqueradeAll",
     "nftables.masqueradeBit",
-    "nodePortAddresses",
 )
 """What belongs to a part of the data path that this version does not have."""
+
+_GATES_WITH_EFFECT: Final = ("featureGates.AllowServiceExternalIPs",)
 
 _PERIODS: Final = ("syncPeriod", "minSyncPeriod")
 
@@ -249,7 +246,7 @@ def without_effect(paths: Iterable[str], mode_section: str) -> tuple[list[str], 
     nothing: list[str] = []
     not_yet: list[str] = []
     for path in paths:
-        if path in {f"{mode_section}.{name}" for name in _PERIODS}:
+        if path in {f"{mode_section}.{name}" for name in _PERIODS} or path in _GATES_WITH_EFFECT:
             continue
         if _is_under(path, NOT_YET):
             not_yet.append(path)

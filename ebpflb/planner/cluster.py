@@ -3,18 +3,24 @@
 
 One entry a Service holds the Service (if there is one) and the slices that name it (if there are
 any), so that neither order of arrival nor of deletion matters (EP-03, EP-09, EP-10). What is told
-again without a difference makes nothing dirty. This file must not know what a plan is.
+again without a difference makes nothing dirty. Of the nodes only this one is kept. This file must
+not know what a plan is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from ebpflb.model import (
+    Address,
     ApiObject,
     Deleted,
     EndpointSlice,
     Event,
+    LocalAddresses,
+    Node,
     ObjectKey,
     Refused,
     Service,
@@ -30,26 +36,34 @@ class Entry(msgspec.Struct, gc=False):
     slices: tuple[EndpointSlice, ...] = ()
 
 
-class Changes(msgspec.Struct, frozen=True):
+class Changes(msgspec.Struct):
     """What has changed since the last time it was asked.
 
     ``services``: the Service itself appeared, changed or went. ``endpoints``: its slices did.
-    ``objects``: what is wrong with them may be something else now.
+    ``objects``: what is wrong with them may be something else now. ``here``: this node did, its
+    Node object or the addresses of its interfaces.
     """
 
-    services: set[ObjectKey]
-    endpoints: set[ObjectKey]
-    objects: set[ObjectKey]
+    services: set[ObjectKey] = msgspec.field(default_factory=set)
+    endpoints: set[ObjectKey] = msgspec.field(default_factory=set)
+    objects: set[ObjectKey] = msgspec.field(default_factory=set)
+    here: bool = False
 
 
 class Cluster:
-    """State by object key; ``apply`` events, then ``take_changes``."""
+    """State by object key, on the node ``node_name``; ``apply`` events, then ``take_changes``.
 
-    def __init__(self) -> None:
+    ``node`` and ``local_addresses`` are what was told last of that node.
+    """
+
+    def __init__(self, node_name: str) -> None:
+        self._node_name = node_name
+        self.node: Node | None = None
+        self.local_addresses: frozenset[Address] = frozenset()
         self._entries: dict[ObjectKey, Entry] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._problems: dict[ObjectKey, tuple[str, ...]] = {}
-        self._changes = Changes(set(), set(), set())
+        self._changes = Changes()
 
     def apply(self, event: Event) -> None:
         """Take in one event. A refused object counts as absent until it is mended."""
@@ -60,11 +74,18 @@ class Cluster:
             self._set(event.key, None, ())
         elif isinstance(event, Refused):
             self._set(event.key, None, (event.reason,))
+        elif isinstance(event, LocalAddresses) and event.addresses != self.local_addresses:
+            self.local_addresses = event.addresses
+            self._changes.here = True
 
     def take_changes(self) -> Changes:
         """Return what changed since the last call, and begin anew."""
-        changes, self._changes = self._changes, Changes(set(), set(), set())
+        changes, self._changes = self._changes, Changes()
         return changes
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield all that is known of each Service name."""
+        yield from self._entries.values()
 
     def entry(self, key: ObjectKey) -> Entry | None:
         """Return what is known of the Service named ``key``, None for nothing at all."""
@@ -85,6 +106,8 @@ class Cluster:
             self._set_service(key, obj if isinstance(obj, Service) else None)
         elif key.kind == "EndpointSlice":
             self._set_slice(key, obj if isinstance(obj, EndpointSlice) else None)
+        elif key.name == self._node_name:
+            self._set_node(obj if isinstance(obj, Node) else None)
 
     def _set_service(self, key: ObjectKey, service: Service | None) -> None:
         entry = self._entries.get(key)
@@ -110,6 +133,11 @@ class Cluster:
             entry.slices = (*entry.slices, new)
             self._changes.endpoints.add(entry.key)
             self._slices[key] = new
+
+    def _set_node(self, node: Node | None) -> None:
+        if node != self.node:
+            self.node = node
+            self._changes.here = True
 
     def _known(self, key: ObjectKey) -> Entry:
         entry = self._entries.get(key)

@@ -10,9 +10,10 @@ Nothing here raises. This file must not know where an object came from, nor what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
+from itertools import islice
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from sys import intern
 from typing import Any, Final, Literal
@@ -21,11 +22,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ebpflb.model import (
+    NO_HINTS,
     Address,
     Deleted,
     EndpointSlice,
     EndpointState,
     Family,
+    Hints,
+    Network,
     Node,
     ObjectKey,
     Policy,
@@ -39,6 +43,8 @@ from ebpflb.model import (
     format_address,
     is_canonical,
     parse_address,
+    parse_network,
+    special_use,
 )
 
 Kind = Literal["Service", "EndpointSlice", "Node"]
@@ -57,6 +63,7 @@ _MAX_AFFINITY_S: Final = 86400
 _MAX_PORT: Final = 65535
 _MAX_PROBLEMS: Final = 16
 _MAX_SHOWN: Final = 64
+_MAX_HINTS: Final = 8
 # The kernel's name map has room for a namespace, a Service and a port name of this length each.
 _MAX_LABEL: Final = 63
 _MAX_SUBDOMAIN: Final = 253
@@ -67,8 +74,6 @@ _PROTOCOLS: Final = {p.name: p for p in Protocol} | {"": Protocol.TCP}
 _POLICIES: Final = {p.value: p for p in Policy} | {"": Policy.CLUSTER}
 _FAMILIES: Final = {family.label: family for family in Family}
 _V4_PREFIX: Final = bytes(10) + b"\xff\xff"
-_V6_LOOPBACK: Final = bytes(15) + b"\x01"
-_V6_UNSPECIFIED: Final = bytes(16)
 
 
 # --- the wire's own shapes: any field may be absent or null ------------------------------------
@@ -119,6 +124,10 @@ class _Port(msgspec.Struct, gc=False):
     port: int | None = None
 
 
+class _ServicePort(_Port, gc=False, rename="camel"):
+    node_port: int | None = None
+
+
 class _ClientIP(msgspec.Struct, gc=False, rename="camel"):
     timeout_seconds: int | None = None
 
@@ -132,16 +141,33 @@ class _ServiceSpec(msgspec.Struct, gc=False, rename="camel"):
     cluster_ip: str | None = msgspec.field(default=None, name="clusterIP")
     cluster_ips: list[str | None] | None = msgspec.field(default=None, name="clusterIPs")
     ip_families: list[str | None] | None = None
-    ports: list[_Port | None] | None = None
+    ports: list[_ServicePort | None] | None = None
     session_affinity: str | None = None
     session_affinity_config: _AffinityConfig | None = None
     internal_traffic_policy: str | None = None
     external_traffic_policy: str | None = None
+    external_ips: list[str | None] | None = msgspec.field(default=None, name="externalIPs")
+    load_balancer_source_ranges: list[str | None] | None = None
+    health_check_node_port: int | None = None
+
+
+class _Ingress(msgspec.Struct, gc=False, rename="camel"):
+    ip: str | None = None
+    ip_mode: str | None = None
+
+
+class _LoadBalancer(msgspec.Struct, gc=False):
+    ingress: list[_Ingress | None] | None = None
+
+
+class _ServiceStatus(msgspec.Struct, gc=False, rename="camel"):
+    load_balancer: _LoadBalancer | None = None
 
 
 class _Service(msgspec.Struct, gc=False):
     metadata: _Meta | None = None
     spec: _ServiceSpec | None = None
+    status: _ServiceStatus | None = None
 
 
 class _Conditions(msgspec.Struct, gc=False):
@@ -150,10 +176,20 @@ class _Conditions(msgspec.Struct, gc=False):
     terminating: bool | None = None
 
 
+class _Named(msgspec.Struct, gc=False):
+    name: str | None = None
+
+
+class _Hints(msgspec.Struct, gc=False, rename="camel"):
+    for_zones: list[_Named | None] | None = None
+    for_nodes: list[_Named | None] | None = None
+
+
 class _Endpoint(msgspec.Struct, gc=False, rename="camel"):
     addresses: list[str | None] | None = None
     conditions: _Conditions | None = None
     node_name: str | None = None
+    hints: _Hints | None = None
 
 
 class _EndpointSlice(msgspec.Struct, gc=False, rename="camel"):
@@ -229,6 +265,8 @@ def _service(raw: _Service) -> Told:
         or _flag("ebpflb.io/exclude", annotations.exclude, default=False, problems=problems)
     ):
         return Deleted(key)
+    external_policy = _policy("spec.externalTrafficPolicy", spec.external_traffic_policy, problems)
+    source_ranges, ingress_ips = _load_balancer(spec, raw.status or _ServiceStatus(), problems)
     service = Service(
         namespace=intern(key.namespace),
         name=intern(key.name),
@@ -239,12 +277,14 @@ def _service(raw: _Service) -> Told:
         internal_policy=_policy(
             "spec.internalTrafficPolicy", spec.internal_traffic_policy, problems
         ),
-        external_policy=_policy(
-            "spec.externalTrafficPolicy", spec.external_traffic_policy, problems
-        ),
+        external_policy=external_policy,
         socket_lb=_flag(
             "ebpflb.io/socket-lb", annotations.socket_lb, default=True, problems=problems
         ),
+        external_ips=_addresses("spec.externalIPs", spec.external_ips, problems),
+        ingress_ips=ingress_ips,
+        source_ranges=source_ranges,
+        health_port=_health_port(spec, external_policy, problems),
         problems=problems.texts(),
     )
     return Upserted(service)
@@ -282,7 +322,90 @@ def _cluster_ips(spec: _ServiceSpec, problems: _Problems) -> tuple[Address, ...]
 def _service_ports(spec: _ServiceSpec, problems: _Problems) -> tuple[ServicePort, ...]:
     if not spec.ports:
         problems.say("spec.ports is empty: there is nothing to serve")
-    return _shared_service_ports(_read_ports("spec.ports", spec.ports, problems))
+    read: list[_ServicePortRead] = []
+    for index, raw in enumerate(spec.ports or ()):
+        at = f"spec.ports[{index}]"
+        port = _port(at, raw, problems)
+        if raw and port:
+            read.append((*port, _node_port(f"{at}.nodePort", raw.node_port, problems)))
+    return _shared_service_ports(tuple(read))
+
+
+def _node_port(field: str, number: int | None, problems: _Problems) -> int:
+    """0 where there is none, or where the number is none: the port's other addresses are served."""
+    if not number:
+        return 0
+    if not 1 <= number <= _MAX_PORT:
+        problems.add(field, number, f"is out of range (1 to {_MAX_PORT}): no NodePort is served")
+        return 0
+    return number
+
+
+def _health_port(spec: _ServiceSpec, external_policy: Policy, problems: _Problems) -> int:
+    """HC-01: only a load balancer that sends local traffic alone asks who is here."""
+    if spec.type != "LoadBalancer" or external_policy is not Policy.LOCAL:
+        return 0
+    port = spec.health_check_node_port or 0
+    if not 1 <= port <= _MAX_PORT:
+        problems.add("spec.healthCheckNodePort", port, "is no port: no health check is served")
+        return 0
+    return port
+
+
+def _load_balancer(
+    spec: _ServiceSpec, status: _ServiceStatus, problems: _Problems
+) -> tuple[tuple[Network, ...], tuple[Address, ...]]:
+    """The source ranges, and the addresses that they guard.
+
+    Ranges of which none can be read keep everybody out: they were to keep somebody out.
+    """
+    texts = spec.load_balancer_source_ranges or ()
+    ranges = _source_ranges(texts, problems)
+    balancer = status.load_balancer or _LoadBalancer()
+    addresses = _ingress_ips(balancer.ingress or (), problems)
+    if texts and not ranges and addresses:
+        problems.say(
+            "spec.loadBalancerSourceRanges has no range that can be read: "
+            "the load balancer's addresses are not served"
+        )
+        addresses = ()
+    return ranges, addresses
+
+
+def _source_ranges(texts: Iterable[str | None], problems: _Problems) -> tuple[Network, ...]:
+    """Blanks around a range and host bits in it do no harm (FAM-04); an IPv6 one may be mapped."""
+    ranges: set[Network] = set()
+    for index, text in enumerate(texts):
+        try:
+            ranges.add(parse_network(text or ""))
+        except ValueError:
+            problems.add(f"spec.loadBalancerSourceRanges[{index}]", text, "is no CIDR")
+    return tuple(sorted(ranges))
+
+
+def _ingress_ips(ingress: Iterable[_Ingress | None], problems: _Problems) -> tuple[Address, ...]:
+    """The addresses that this node serves: neither names nor proxies' addresses (LB-02)."""
+    texts: dict[str, str] = {}
+    for index, raw in enumerate(ingress):
+        at = f"status.loadBalancer.ingress[{index}]"
+        mode = (raw and raw.ip_mode) or "VIP"
+        if mode not in {"VIP", "Proxy"}:
+            problems.add(f"{at}.ipMode", mode, "is neither VIP nor Proxy: it is not served")
+        elif raw and raw.ip and mode == "VIP":
+            texts[f"{at}.ip"] = raw.ip
+    found = (_address(field, text, problems) for field, text in texts.items())
+    return tuple(dict.fromkeys(address for address in found if address))
+
+
+def _addresses(
+    field: str, texts: Iterable[str | None] | None, problems: _Problems
+) -> tuple[Address, ...]:
+    """The usable ones, of either family and each once."""
+    found = (
+        _address(f"{field}[{index}]", text or "", problems)
+        for index, text in enumerate(texts or ())
+    )
+    return tuple(dict.fromkeys(address for address in found if address))
 
 
 def _affinity_s(spec: _ServiceSpec, problems: _Problems) -> int:
@@ -332,24 +455,27 @@ def _endpoint_slice(raw: _EndpointSlice) -> Told:
     addresses: list[Address] = []
     nodes: list[str] = []
     states = bytearray()
+    hints: list[Hints] = []
     for index, endpoint in enumerate(raw.endpoints or ()):
         address = _endpoint_address(index, endpoint, family, problems)
         if endpoint and address:
             addresses.append(address)
             nodes.append(intern(endpoint.node_name or ""))
             states.append(_state(endpoint.conditions))
+            hints.append(_hints(index, endpoint.hints, problems) if endpoint.hints else NO_HINTS)
     return Upserted(
         EndpointSlice(
             namespace=intern(key.namespace),
             name=key.name,
             service=intern(labels.service_name),
             family=family,
-            ports=_shared_slice_ports(_read_ports("ports", raw.ports, problems)),
+            ports=_slice_ports(raw.ports, problems),
             addresses=tuple(addresses),
             nodes=tuple(nodes),
             states=bytes(states),
             problems=problems.texts(),
             triggered_s=_unix_time((meta.annotations or _Annotations()).triggered),
+            hints=tuple(hints) if any(each is not NO_HINTS for each in hints) else (),
         )
     )
 
@@ -372,6 +498,27 @@ def _endpoint_address(
         problems.say(f"endpoints[{index}].addresses is empty")
         return None
     return _address(f"endpoints[{index}].addresses[0]", raw.addresses[0] or "", problems, family)
+
+
+def _hints(index: int, raw: _Hints, problems: _Problems) -> Hints:
+    """Equal ones are the same object: there may be 100,000 endpoints."""
+    at = f"endpoints[{index}].hints"
+    zones = _hint_names(f"{at}.forZones", raw.for_zones or (), problems)
+    nodes = _hint_names(f"{at}.forNodes", raw.for_nodes or (), problems)
+    return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
+
+
+def _hint_names(
+    field: str, hints: Collection[_Named | None], problems: _Problems
+) -> tuple[str, ...]:
+    if len(hints) > _MAX_HINTS:  # EP-08
+        problems.say(f"{field} has {len(hints)} entries: the first {_MAX_HINTS} count")
+    return tuple(each.name for each in islice(hints, _MAX_HINTS) if each and each.name)
+
+
+@lru_cache(maxsize=4096)
+def _shared_hints(zones: tuple[str, ...], nodes: tuple[str, ...]) -> Hints:
+    return Hints(tuple(sorted(map(intern, {*zones}))), tuple(sorted(map(intern, {*nodes}))))
 
 
 def _state(conditions: _Conditions | None) -> EndpointState:
@@ -509,11 +656,12 @@ def _policy(field: str, text: str | None, problems: _Problems) -> Policy:
 
 
 _PortRead = tuple[str, Protocol, int]
+_ServicePortRead = tuple[str, Protocol, int, int]
 
 
 # Most objects of a cluster have one of a few port lists, so equal ones are the same object.
 @lru_cache(maxsize=1024)
-def _shared_service_ports(read: tuple[_PortRead, ...]) -> tuple[ServicePort, ...]:
+def _shared_service_ports(read: tuple[_ServicePortRead, ...]) -> tuple[ServicePort, ...]:
     return tuple(ServicePort(*port) for port in read)
 
 
@@ -522,11 +670,9 @@ def _shared_slice_ports(read: tuple[_PortRead, ...]) -> tuple[SlicePort, ...]:
     return tuple(SlicePort(*port) for port in read)
 
 
-def _read_ports(
-    field: str, ports: list[_Port | None] | None, problems: _Problems
-) -> tuple[_PortRead, ...]:
-    read = [_port(f"{field}[{i}]", raw, problems) for i, raw in enumerate(ports or ())]
-    return tuple(port for port in read if port)
+def _slice_ports(ports: list[_Port | None] | None, problems: _Problems) -> tuple[SlicePort, ...]:
+    read = (_port(f"ports[{i}]", raw, problems) for i, raw in enumerate(ports or ()))
+    return _shared_slice_ports(tuple(port for port in read if port))
 
 
 def _port(at: str, raw: _Port | None, problems: _Problems) -> _PortRead | None:
@@ -560,7 +706,7 @@ def _address(
     if family is not None and family_of(address) is not family:
         problems.add(field, text, f"is no {family.label} address")
         return None
-    if special := _special(address):
+    if special := special_use(address):
         problems.add(field, text, f"is {special} and is refused")
         return None
     if not canonical:
@@ -582,27 +728,6 @@ def _read_address(text: str) -> tuple[Address, bool]:
     except OSError:
         pass
     return parse_address(text), is_canonical(text)
-
-
-def _special(address: Address) -> str:
-    """What kind of address no endpoint and no ClusterIP may be (SEC-03), "" for all others."""
-    if address.startswith(_V4_PREFIX):
-        first = address[12]
-        loopback = first == 127
-        link_local = first == 169 and address[13] == 254
-        multicast = 224 <= first < 240
-        unspecified = first == 0 and address.endswith(bytes(4))
-    else:
-        first = address[0]
-        loopback = address == _V6_LOOPBACK
-        link_local = first == 0xFE and address[1] & 0xC0 == 0x80
-        multicast = first == 0xFF
-        unspecified = address == _V6_UNSPECIFIED
-    if not (loopback or link_local or multicast or unspecified):
-        return ""
-    if unspecified:
-        return "the unspecified address"
-    return f"a {'loopback' if loopback else 'link-local' if link_local else 'multicast'} address"
 
 
 # --- objects that cannot be read -----------------------------------------------------------------

@@ -60,6 +60,7 @@ class Consumer:
             elif isinstance(event, Refused):
                 self.state[event.key] = event
             else:
+                assert isinstance(event, Deleted), f"not a source's: {event}"
                 assert event.key in self.state, f"deleted but never told: {event}"
                 del self.state[event.key]
             self.changed.notify_all()

@@ -117,7 +117,7 @@ int read_once(struct __sk_buff *skb)
 	struct backend_address to = {};
 	struct frontend_value *frontend;
 	enum verdict verdict;
-	u32 class, number, id, scope, dialled, address;
+	u32 class, number, id, dialled, address;
 
 	choose_frontend(&key, &class, &number);
 	dialled = bpf_ntohl(key.address[3]);
@@ -133,13 +133,12 @@ int read_once(struct __sk_buff *skb)
 		wait_a_while();
 #endif
 	id = frontend->id;
-	scope = frontend->scope;
-	if (!id || scope >= SCOPE_COUNT) {
+	if (!id || frontend->scope > SCOPE_EXTERNAL) {
 		fault(STRESS_ID, dialled, id);
 		return 0;
 	}
-	/* One client in 64 has been here before: affinity is used, and also made. */
-	verdict = choose(id, scope, bpf_get_prandom_u32() & 63, &to);
+	/* One client in 64 has been here before: affinity is used, and also made. One is the host. */
+	verdict = choose(frontend, bpf_get_prandom_u32() & 63, &to);
 	if (verdict != FORWARD) {
 		fault(STRESS_REFUSED, dialled, verdict);
 		return 0;

@@ -65,6 +65,7 @@ SIZES = {
     "members": 4096,
     "names": 256,
     "affinity": 256,
+    "node_addrs": 16,
 }
 """Small, so that what is freed is soon used again."""
 
@@ -157,12 +158,12 @@ class Cluster:
         return PlannedPort(
             name=_name(service),
             frontends=(frontend,),
-            internal=_forward(_backends(self.rng, service)),
-            external=_forward(_backends(self.rng, service)) if group == EXTERNAL else None,
+            cluster=_forward(_backends(self.rng, service)),
+            local=_forward(_backends(self.rng, service)),
             draining=_backends(self.rng, service) if self.rng.random() < 0.2 else (),
             affinity_s=60 if group == AFFINITY else 0,
-            internal_policy=Policy.CLUSTER,
-            external_policy=Policy.CLUSTER,
+            internal_policy=self.rng.choice([*Policy]),
+            external_policy=self.rng.choice([*Policy]),
         )
 
 
@@ -315,8 +316,8 @@ class WordFirst(KernelTables):
     def write_backends(self, base: int, slots: bytes) -> None:
         self._late.append((base, slots))
 
-    def publish(self, index: int, scope: int, word: int) -> None:
-        super().publish(index, scope, word)
+    def publish(self, index: int, which: int, word: int) -> None:
+        super().publish(index, which, word)
         for base, slots in self._late:
             super().write_backends(base, slots)
         self._late.clear()

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ebpflb.lab import Pod
+from ebpflb.lab import Node, Pod
 from ebpflb.model import Family
 from tests.builders import ApiObject
 from tests.e2e.api import Api
@@ -47,6 +47,45 @@ class Service:
     @property
     def ip(self) -> str:
         return self.ips[0]
+
+    @property
+    def type(self) -> str:
+        kind: str = self.obj["spec"]["type"]
+        return kind
+
+    @property
+    def vips(self) -> list[str]:
+        """The load balancer's addresses that nodes serve."""
+        ingress = self.obj.get("status", {}).get("loadBalancer", {}).get("ingress", [])
+        return [one["ip"] for one in ingress if one.get("ipMode") == "VIP"]
+
+    @property
+    def health_port(self) -> int:
+        port: int = self.obj["spec"].get("healthCheckNodePort", 0)
+        return port
+
+    def node_port(self, port: int = 80) -> int:
+        """The NodePort of the first port of this number; 0 where it has none."""
+        listed = self.obj["spec"]["ports"]
+        found: int = next(one.get("nodePort", 0) for one in listed if one["port"] == port)
+        return found
+
+    def dials(self, node: Node, port: int = 80) -> dict[str, list[tuple[str, int]]]:
+        """All that a client on ``node`` may dial for a port, by kind; IPv4 first in each."""
+        number = self.node_port(port)
+        return {
+            "ClusterIP": [(ip, port) for ip in self.ips],
+            "NodePort": [(ip, number) for ip in (node.ipv4, node.ipv6) if number],
+            "ExternalIP": [(ip, port) for ip in self.obj["spec"].get("externalIPs", [])],
+            "LoadBalancer": [(ip, port) for ip in self.vips],
+        }
+
+    def ingress(self, *entries: str | ApiObject) -> Service:
+        """Let its load balancer have these addresses; an entry may be said in full."""
+        listed = [{"ip": one} if isinstance(one, str) else one for one in entries]
+        status = {"loadBalancer": {"ingress": listed}}
+        self.obj = self._objects.api.patch_status(self.obj, status)
+        return self
 
     def patch(self, **spec: Any) -> Service:
         """Change its spec; a list replaces the one that was there."""
@@ -164,6 +203,11 @@ class Objects:
             }
         )
         return Service(self, made)
+
+    def outside(self) -> tuple[str, str]:
+        """An address of each family that nobody has, for an external IP or a load balancer."""
+        number = next(_numbers)
+        return f"198.18.{number // 250}.{number % 250 + 1}", f"2001:db8::{number:x}"
 
     def slice_object(self, service: str, address_type: str, name: str = "") -> ApiObject:
         """A slice of a Service with nothing in it, not created yet."""

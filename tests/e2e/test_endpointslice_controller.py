@@ -10,10 +10,10 @@ import contextlib
 
 import pytest
 
-from ebpflb.lab import LabError, Loop, Pod, wait_until
+from ebpflb.lab import Loop, Pod, wait_until
 from tests.builders import ApiObject
 from tests.e2e.objects import DNS, HTTP, OTHER, SERVICE_NAME, Objects
-from tests.e2e.world import FOLLOW_S, TCP_PORT, World, reaches, refuses, unserved
+from tests.e2e.world import FOLLOW_S, TCP_PORT, ZONES, World, reaches, refuses, unserved
 
 HEADLESS = "service.kubernetes.io/headless"
 WEB = {"app": "web"}
@@ -166,7 +166,6 @@ def test_a_service_that_is_labelled_headless_is_served_all_the_same(
     assert all(HEADLESS in one["metadata"]["labels"] for one in slices_of(world, headless.name))
 
 
-@pytest.mark.xfail(reason="hints are not followed yet", raises=LabError)
 def test_zones_are_kept_to_where_the_service_asks(world: World, objects: Objects) -> None:
     """TOP-08: n1 is in zone a, n2 in zone b; the hints are the controller's."""
     p1, p2 = world.clients
@@ -176,11 +175,28 @@ def test_zones_are_kept_to_where_the_service_asks(world: World, objects: Objects
     for client in (p1, p2):
         reaches(client, service.ip, 80, {"be1", "be4"})
     service.patch(trafficDistribution="PreferSameZone")
-    reaches(p1, service.ip, 80, {"be1"}, timeout_s=3.0)
+    reaches(p1, service.ip, 80, {"be1"})
     reaches(p2, service.ip, 80, {"be4"})
     service.patch(trafficDistribution=None)
     for client in (p1, p2):
         reaches(client, service.ip, 80, {"be1", "be4"})
+
+
+def test_nodes_are_kept_to_where_the_service_asks(world: World, objects: Objects) -> None:
+    """TOP-07: the controller hints at zones as well, and both nodes are in one."""
+    be1, be2, _, be4 = world.backends
+    p1, p2 = world.clients
+    _, n2 = world.nodes
+    world.label_zone(n2, ZONES[0])
+    try:
+        service = objects.service(selector=objects.labels, trafficDistribution="PreferSameNode")
+        pods = [objects.pod(pod, WEB) for pod in (be1, be2, be4)]
+        reaches(p1, service.ip, 80, {"be1", "be2"})
+        reaches(p2, service.ip, 80, {"be4"})
+        pods[2].gone()
+        reaches(p2, service.ip, 80, {"be1", "be2"})
+    finally:
+        world.label_zone(n2, ZONES[1])
 
 
 def test_endpoints_of_the_old_kind_are_mirrored(world: World, objects: Objects) -> None:

@@ -12,11 +12,21 @@ from collections.abc import Callable
 
 import pytest
 
-from ebpflb.lab import Namespace, wait_until
 from ebpflb.model import Family
 from tests.e2e.api import ApiError
 from tests.e2e.objects import DNS, HTTP, OTHER, Objects, endpoint
-from tests.e2e.world import FOLLOW_S, OTHER_PORT, TCP_PORT, World, ask, reaches, refuses, unserved
+from tests.e2e.world import (
+    OTHER_PORT,
+    TCP_PORT,
+    ZONES,
+    World,
+    ask,
+    keeps,
+    reaches,
+    refuses,
+    shut,
+    unserved,
+)
 
 HEADLESS = "service.kubernetes.io/headless"
 PROXY_NAME = "service.kubernetes.io/service-proxy-name"
@@ -274,19 +284,8 @@ def test_affinity_is_switched_on_and_off(world: World, objects: Objects) -> None
             if affinity == "None":
                 reaches(world.client, ip, 80, names)
                 continue
-            _keeps(world.client, ip, 80)
+            keeps(world.client, ip, 80)
             assert len(ask(world.client, ip, 53, "udp", count=20).backends) == 1
-
-
-def _keeps(client: Namespace, ip: str, port: int) -> None:
-    """Wait until one backend answers everything; then that is the one that stays."""
-
-    def one() -> dict[str, int]:
-        seen = client.tcp(ip, port, count=20).backends
-        return seen if len(seen) == 1 else {}
-
-    first = wait_until(one, timeout_s=FOLLOW_S, what=f"{ip} has one backend for {client.name}")
-    assert client.tcp(ip, port, count=20).backends == first
 
 
 def test_only_local_endpoints_where_the_policy_says_so(world: World, objects: Objects) -> None:
@@ -299,15 +298,32 @@ def test_only_local_endpoints_where_the_policy_says_so(world: World, objects: Ob
         reaches(p1, ip, 80, {"be1"})
         reaches(p2, ip, 80, {"be4"})
     service.endpoints(world.backends[0])
-    wait_until(
-        lambda: p2.tcp(service.ip, 80, timeout_s=0.3).good == 0,
-        timeout_s=FOLLOW_S,
-        what="n2 has no endpoint of its own",
-    )
+    shut(p2, service.ip, 80)
     reaches(p1, service.ip, 80, {"be1"})
     service.patch(internalTrafficPolicy="Cluster")
     for client in (p1, p2):
         reaches(client, service.ip, 80, {"be1"})
+
+
+def test_a_node_that_changes_its_zone_takes_the_other_endpoints(
+    world: World, objects: Objects
+) -> None:
+    """TOP-08, TOP-11: at once, and not one connect fails; back again. Nobody rewrites the hints."""
+    points = [endpoint(pod) for pod in (world.backends[0], world.backends[3])]
+    for point, zone in zip(points, ZONES, strict=True):
+        for one in point.values():
+            one["hints"] = {"forZones": [{"name": zone}]}
+    service = objects.service().slices("all", points)
+    for client, name in zip(world.clients, ("be1", "be4"), strict=True):
+        reaches(client, service.ip, 80, {name})
+    with world.client.tcp_loop(service.ip, 80, interval_s=0.002) as loop:
+        try:
+            for zone, names in (("b", {"be4"}), ("c", {"be1", "be4"}), ("a", {"be1"})):
+                world.label_zone(world.node, zone)
+                reaches(world.client, service.ip, 80, names)
+        finally:
+            world.label_zone(world.node, ZONES[0])
+        assert loop.stop().failed == 0
 
 
 # --- connections --------------------------------------------------------------------------------

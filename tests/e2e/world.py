@@ -11,11 +11,13 @@ all that is asserted of a Service: no map is looked at to see whether it is serv
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 from collections.abc import Collection, Iterator
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
-from ebpflb.lab import Lab, LabError, Namespace, Node, Outcome, wait_until
+from ebpflb.lab import Lab, LabError, Namespace, Node, Outcome, Server, wait_until
 from tests.builders import ApiObject
 from tests.e2e.agents import Agent
 from tests.e2e.api import Api
@@ -24,9 +26,13 @@ from tests.e2e.cluster import Cluster
 TCP_PORT: Final = 8080
 UDP_PORT: Final = 8080
 OTHER_PORT: Final = 9090
+ZONE: Final = "topology.kubernetes.io/zone"
 ZONES: Final = ("a", "b")
 FULL: Final = os.environ.get("EBPFLB_TEST_FULL", "") not in {"", "0"}
 """Whether there is more time than CI has: `make test-full`."""
+
+OWN: Final = "the node itself"
+"""Who answers at a port of the node that no Service has, where ``listening``."""
 
 FOLLOW_S: Final = 45.0
 """An agent looks for a server that is gone every 6 s at most; the rest is for a busy machine."""
@@ -92,6 +98,10 @@ class World:
         for agent in self.agents:
             agent.serving()
 
+    def label_zone(self, node: Node, zone: str) -> None:
+        """Say in which zone a node is."""
+        self.admin.patch("Node", node.name, {"metadata": {"labels": {ZONE: zone}}})
+
     @contextlib.contextmanager
     def parted(self) -> Iterator[None]:
         """No packet passes between the control plane and the nodes; all links seem to be up."""
@@ -117,7 +127,7 @@ def _node_object(node: Node, zone: str) -> tuple[ApiObject, ApiObject]:
     made = {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": node.name, "labels": {"topology.kubernetes.io/zone": zone}},
+        "metadata": {"name": node.name, "labels": {ZONE: zone}},
         "spec": {"podCIDR": node.pods_ipv4, "podCIDRs": [node.pods_ipv4, node.pods_ipv6]},
     }
     addresses = [{"type": "InternalIP", "address": ip} for ip in (node.ipv4, node.ipv6)]
@@ -190,3 +200,75 @@ def unserved(
         return ask(node, ip, port, protocol, count=3).errors == {"ENETUNREACH": 3}
 
     wait_until(look, timeout_s=timeout_s, what=f"{ip} port {port} is no Service's {protocol} port")
+
+
+def shut(place: Namespace, ip: str, port: int, *, timeout_s: float = FOLLOW_S) -> None:
+    """Wait until nobody answers at a Service port that exists, for its policy or its ranges.
+
+    Whether that is a refusal or silence is for those who test how packets are dropped.
+    """
+
+    def look() -> bool:
+        return place.tcp(ip, port, count=2, timeout_s=0.3).good == 0
+
+    wait_until(look, timeout_s=timeout_s, what=f"{ip} port {port} is shut to {place.name}")
+
+
+def keeps(place: Namespace, ip: str, port: int) -> str:
+    """Wait until one backend answers everything, and see that it stays; returns its name."""
+
+    def one() -> dict[str, int]:
+        seen = place.tcp(ip, port, count=20).backends
+        return seen if len(seen) == 1 else {}
+
+    first = wait_until(one, timeout_s=FOLLOW_S, what=f"{ip} has one backend for {place.name}")
+    assert place.tcp(ip, port, count=20).backends == first
+    (name,) = first
+    return name
+
+
+def listening(node: Node, *ports: int) -> Server:
+    """A process of the node's own at these ports: it answers where no Service does (NP-10).
+
+    Without it a NodePort that is gone, and one that has no endpoint, would look alike.
+    """
+    return node.serve(tcp=ports, udp=ports, name=OWN)
+
+
+class Health(NamedTuple):
+    """What a Service's health-check port says of a node."""
+
+    status: int
+    service: str
+    endpoints: int
+
+    @classmethod
+    def of(cls, service: str, endpoints: int) -> Self:
+        """What is right for a Service with so many endpoints there (HC-03)."""
+        return cls(200 if endpoints else 503, service, endpoints)
+
+
+CLOSING: Final = Health(0, "", 0)
+"""The connection was taken, and the port closed before the question was read."""
+
+
+def health(place: Namespace, ip: str, port: int, path: str = "/") -> Health | None:
+    """What is answered there (HC-04, HC-05); None where nobody listens."""
+
+    def ask() -> Health | None:
+        with contextlib.closing(http.client.HTTPConnection(ip, port, timeout=5)) as client:
+            try:
+                client.request("GET", path)
+                answer = client.getresponse()
+            except ConnectionRefusedError:
+                return None
+            except ConnectionResetError:
+                return CLOSING
+            body = json.loads(answer.read())
+        assert body["serviceProxyHealthy"] is True
+        assert answer.headers["Content-Type"] == "application/json"
+        assert answer.headers["X-Load-Balancing-Endpoint-Weight"] == str(body["localEndpoints"])
+        name = "{namespace}/{name}".format(**body["service"])
+        return Health(answer.status, name, body["localEndpoints"])
+
+    return place.inside(ask)

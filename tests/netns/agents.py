@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ebpflb.lab import LabError, Node
 from ebpflb.lab import wait_until as wait_briefly
+from ebpflb.node import local_addresses
+from ebpflb.planner.options import PlannerOptions
 from tests.agents import EBPFLB, LOG_S, ROOT, AgentProcess, Entry
 from tests.netns.kernel import Kernel
 from tests.netns.services import Manifests
@@ -21,7 +23,8 @@ OLD_KERNEL: Final = (sys.executable, str(Path(__file__).with_name("old_kernel.py
 """The command that refuses as on kernels before 5.18."""
 
 SMALL: Final = (
-    "frontends=2048,ports=1024,backends=4096,affinity=1024,members=2048,udp_conn=2048,names=1024"
+    "frontends=2048,ports=1024,backends=4096,affinity=1024,members=2048,udp_conn=2048,names=1024,"
+    "node_addrs=64"
 )
 """Sizes of maps that are quickly read; what a test has to say about sizes it says itself."""
 
@@ -34,14 +37,25 @@ def wait_until(condition: Callable[[], T], *, timeout_s: float = LOG_S, what: st
 
 
 class Agent(AgentProcess):
-    """``flags`` come behind those that the place demands, so that they win."""
+    """``flags`` come behind those that the place demands, so that they win.
 
-    def __init__(self, node: Node, manifests: Manifests, *flags: str, **options: Any) -> None:
+    ``plans_by`` says what some of them come to, by the names of ``PlannerOptions``.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        manifests: Manifests,
+        *flags: str,
+        plans_by: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         folder = manifests.folder
         number = len(list(folder.parent.glob(f"{folder.name}.*.log")))
         log_path = folder.with_suffix(f".{number}.log")
         super().__init__(node, log_path, "--manifests", str(folder), *flags, **options)
         self.manifests = manifests
+        self._plans_by = PlannerOptions(node_name=node.name, **(plans_by or {}))
         self.kernel = Kernel(node.pin_path, node.cgroup_root)
 
     def complaints(self) -> list[Entry]:
@@ -57,8 +71,8 @@ class Agent(AgentProcess):
         return found
 
     def settle(self, *, timeout_s: float = LOG_S) -> None:
-        """Wait until the maps are what the files say, and hold nothing else."""
-        plan = self.manifests.plan(self.node.name)
+        """Wait until the maps are what the files and the node's addresses say, and no more."""
+        plan = self.manifests.plan(self._plans_by, self.node.inside(local_addresses))
         try:
             with self._last_words():
                 wait_until(

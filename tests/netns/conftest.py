@@ -19,7 +19,7 @@ from ebpflb.lab import Namespace, janitor
 from tests.netns.agents import wait_until
 from tests.netns.services import Spec
 from tests.netns.sockets import Form
-from tests.netns.world import Handle, MakeService, MakeServices, OpenSocket, World, served
+from tests.netns.world import Handle, MakeService, MakeServices, OpenSocket, Way, World, served
 
 
 def _children() -> list[str]:
@@ -95,4 +95,11 @@ def open_socket(world: World) -> Iterator[OpenSocket]:
 def form(request: pytest.FixtureRequest) -> Form:
     """Each of the three ways to spell an address."""
     chosen: Form = request.param
+    return chosen
+
+
+@pytest.fixture(params=list(Way), ids=lambda way: way.value)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Each of the three ways to ask."""
+    chosen: Way = request.param
     return chosen

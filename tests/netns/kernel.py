@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi, audit, libbpf
-from ebpflb.datapath.ebpf.attach import HOOKS, Attached, Attachment
+from ebpflb.datapath.ebpf.attach import EVERY_HOOK, Attached, Attachment
 from ebpflb.datapath.ebpf.maps import Map, PinFolder
 from ebpflb.datapath.ebpf.tables import KernelTables, Snapshot, index_of, read
 from ebpflb.errors import DatapathError
@@ -164,7 +164,7 @@ def programs_on(cgroup: Path) -> list[int]:
     """The ids of all programs on this very cgroup, at the hooks that are ours too."""
     folder = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        found = (libbpf.cgroup_programs(folder, hook.attach_type)[0] for hook in HOOKS)
+        found = (libbpf.cgroup_programs(folder, hook.attach_type)[0] for hook in EVERY_HOOK)
         return [one for ids in found for one in ids]
     finally:
         os.close(folder)

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from ebpflb.lab import Pod
-from ebpflb.model import Family, Plan, Protocol, ServicePortName
+from ebpflb.model import Address, Family, LocalAddresses, Plan, Protocol, ServicePortName
+from ebpflb.planner.options import PlannerOptions
 from ebpflb.planner.plan import Planner
 from ebpflb.sources.manifests import load
 from tests.builders import ApiObject, endpoint_object, service_object, slice_object
@@ -54,7 +55,8 @@ def unready(*pods: Pod) -> tuple[Endpoint, ...]:
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A Service and its endpoints. ``tcp`` and ``udp`` are target ports by port.
 
-    ``local``: its internal traffic policy is Local.
+    ``node_port`` is that of the first port of each protocol. ``local``: its internal traffic policy
+    is Local, ``external_local`` the external one.
     """
 
     name: str
@@ -65,6 +67,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[Endpoint, ...] = ()
     affinity_s: int = 0
     local: bool = False
+    external_local: bool = False
+    node_port: int = 0
+    external_ips: tuple[str, ...] = ()
+    ingress_ips: tuple[str, ...] = ()
+    source_ranges: tuple[str, ...] = ()
     annotations: Mapping[str, str] = {}
 
     @property
@@ -80,8 +87,31 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         text = f"{protocol.name.lower()}-{port}"
         return ServicePortName(NAMESPACE, self.name, text, protocol, family)
 
+    @property
+    def type(self) -> str:
+        if self.ingress_ips:
+            return "LoadBalancer"
+        return "NodePort" if self.node_port else "ClusterIP"
+
+    def _service_ports(self) -> list[ApiObject]:
+        firsts = {next(iter(ports)) for ports in (self.tcp, self.udp) if ports}
+        return [
+            {"name": name, "protocol": protocol, "port": port}
+            | ({"nodePort": self.node_port} if self.node_port and port in firsts else {})
+            for name, protocol, port, _ in self.ports
+        ]
+
     def objects(self) -> list[ApiObject]:
-        spec: dict[str, Any] = {"internalTrafficPolicy": "Local" if self.local else "Cluster"}
+        spec: dict[str, Any] = {
+            "type": self.type,
+            "internalTrafficPolicy": "Local" if self.local else "Cluster",
+            "externalIPs": [*self.external_ips],
+            "loadBalancerSourceRanges": [*self.source_ranges],
+        }
+        if self.type != "ClusterIP" or self.external_ips:
+            spec["externalTrafficPolicy"] = "Local" if self.external_local else "Cluster"
+        if self.type == "LoadBalancer" and self.external_local:
+            spec["healthCheckNodePort"] = self.node_port + 1_000
         if self.affinity_s:
             spec["sessionAffinity"] = "ClientIP"
             spec["sessionAffinityConfig"] = {"clientIP": {"timeoutSeconds": self.affinity_s}}
@@ -89,8 +119,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             service_object(
                 self.name,
                 cluster_ips=[ip for ip in (self.ipv4, self.ipv6) if ip],
-                ports=[{"name": n, "protocol": p, "port": port} for n, p, port, _ in self.ports],
+                ports=self._service_ports(),
                 annotations=dict(self.annotations),
+                ingress=[{"ip": ip} for ip in self.ingress_ips],
                 **spec,
             )
         ]
@@ -151,13 +182,14 @@ class Manifests:
         for path in self.folder.iterdir():
             path.unlink()
 
-    def plan(self, node_name: str) -> Plan:
-        """What an agent on that node should do, made from the files alone."""
+    def plan(self, options: PlannerOptions, addresses: frozenset[Address]) -> Plan:
+        """What an agent with these settings should do on a node that has these addresses."""
 
         def ignore(event: str, /, **fields: Any) -> None:
             """Bad files are the tests' intention."""
 
-        planner = Planner(node_name)
+        planner = Planner(options)
+        planner.apply(LocalAddresses(addresses))
         for event in load(self.folder, ignore):
             planner.apply(event)
         return planner.update().plan

@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 
 from ebpflb.cli import main
 from ebpflb.datapath.ebpf import abi, inspect, libbpf
+from ebpflb.datapath.ebpf.attach import HOOKS
 from ebpflb.datapath.ebpf.maps import LINKS, PinFolder, sizes
 from ebpflb.datapath.ebpf.tables import KernelTables
 from ebpflb.datapath.ebpf.writer import Writer
@@ -31,6 +32,7 @@ from ebpflb.model import (
     Family,
     Frontend,
     FrontendKind,
+    NodePorts,
     Plan,
     PlannedPort,
     Policy,
@@ -39,8 +41,19 @@ from ebpflb.model import (
     ServicePortName,
     Verdict,
     parse_address,
+    unspecified,
 )
-from tests.builders import backend, cluster_ip, pod_ip, port_name
+from tests.builders import (
+    ApiObject,
+    backend,
+    cluster_ip,
+    endpoint_object,
+    node_ip,
+    pod_ip,
+    port_name,
+    service_object,
+    slice_object,
+)
 from tests.netns.agents import SMALL, Agent
 from tests.netns.services import Endpoint, Manifests, Spec
 
@@ -52,9 +65,11 @@ SMALL_SIZES = {
     "members": 64,
     "udp_conn": 16,
     "names": 16,
+    "node_addrs": 16,
 }
 EVERY_MAP = [
     "frontends",
+    "node_addrs",
     "ports",
     "backends",
     "affinity",
@@ -66,6 +81,9 @@ EVERY_MAP = [
     "names",
     "settings",
 ]
+
+
+NO_NODE_PORTS = NodePorts()
 
 
 class NoGrace:
@@ -86,19 +104,26 @@ class NoGrace:
 
 
 def planned(
-    name: ServicePortName, number: int, *backends: Backend, affinity_s: int = 0
+    name: ServicePortName, number: int, *backends: Backend, affinity_s: int = 0, node_port: int = 0
 ) -> PlannedPort:
+    """With a NodePort its external policy is Local."""
     address = parse_address(cluster_ip(number, name.family))
     port = 53 if name.protocol is Protocol.UDP else 80
+    frontends = [Frontend(address, port, name.protocol, FrontendKind.CLUSTER_IP)]
+    if node_port:
+        anywhere = unspecified(name.family)
+        frontends.append(Frontend(anywhere, node_port, name.protocol, FrontendKind.NODE_PORT))
+    here = tuple(one for one in backends if one.local)
+    nothing = Verdict.DROP if backends else Verdict.REJECT
     return PlannedPort(
         name=name,
-        frontends=(Frontend(address, port, name.protocol, FrontendKind.CLUSTER_IP),),
-        internal=Selection(Verdict.FORWARD if backends else Verdict.REJECT, backends),
-        external=None,
+        frontends=tuple(frontends),
+        cluster=Selection(Verdict.FORWARD if backends else nothing, backends),
+        local=Selection(Verdict.FORWARD if here else nothing, here),
         draining=(),
         affinity_s=affinity_s,
         internal_policy=Policy.CLUSTER,
-        external_policy=Policy.CLUSTER,
+        external_policy=Policy.LOCAL if node_port else Policy.CLUSTER,
     )
 
 
@@ -141,12 +166,13 @@ def pins(pin_path: Path) -> Path:
     return pin_path
 
 
-def fill(pin_path: Path, *ports: PlannedPort) -> None:
+def fill(pin_path: Path, *ports: PlannedPort, node_ports: NodePorts = NO_NODE_PORTS) -> None:
     folder = PinFolder(pin_path)
     folder.create()
     maps = folder.open_or_create(sizes(SMALL_SIZES))
     with contextlib.closing(KernelTables(maps)) as tables:
-        report = Writer(tables, NoGrace()).sync(Plan({one.name: one for one in ports}), None)
+        plan = Plan({one.name: one for one in ports}, node_ports)
+        report = Writer(tables, NoGrace()).sync(plan, None)
     assert not report.failed
     for one in maps.values():
         one.close()
@@ -190,10 +216,11 @@ def test_a_dump_resolves_names(pins: Path) -> None:
         "service": "default/web:http",
     }
     of_web = [row for row in found["backends"] if row["service"] == "default/web:http"]
-    assert [(row["address"], row["flags"], row["id"]) for row in of_web] == [
-        (pod_ip(1), [], web),
-        (pod_ip(2), ["local"], web),
-        (pod_ip(1, Family.IPV6), [], web6),
+    assert [(row["address"], row["flags"], row["ranges"], row["id"]) for row in of_web] == [
+        (pod_ip(1), [], ["cluster"], web),
+        (pod_ip(2), ["local"], ["cluster"], web),
+        (pod_ip(2), ["local"], ["local"], web),
+        (pod_ip(1, Family.IPV6), [], ["cluster"], web6),
     ]
 
 
@@ -204,7 +231,7 @@ def test_a_dump_tells_the_age_of_affinity_and_connected_sockets(pins: Path) -> N
     key = abi.LAYOUTS["affinity_key"].pack(struct.pack("=QQ", 99, 0), web, 0)
     value = abi.LAYOUTS["affinity_value"].pack(7, (8080).to_bytes(2), pod, used, 7)
     write(pins, "affinity", key, value)
-    udp = abi.LAYOUTS["udp_conn"].pack(parse_address(pod_ip(3)), (53).to_bytes(2), dns, 99)
+    udp = abi.LAYOUTS["udp_conn"].pack(parse_address(pod_ip(3)), (53).to_bytes(2), 0, 0, dns, 99)
     write(pins, "udp_conn", struct.pack("=Q", 1234), udp)
     found = as_json("map", "dump", "affinity", "udp_conn", "--pin-path", pins)
     (record,) = found["affinity"]
@@ -237,9 +264,9 @@ def test_a_service_has_its_entries_of_every_map_and_no_others(pins: Path) -> Non
     assert counts == {
         "frontends": 2,
         "ports": 2,
-        "backends": 3,
+        "backends": 4,
         "affinity": 0,
-        "members": 2,
+        "members": 3,
         "udp_conn": 0,
         "connections": 2,
         "names": 2,
@@ -272,6 +299,49 @@ def test_an_unknown_service_is_said(pins: Path) -> None:
     result = ebpflb("map", "dump", "--service", "default/nowhere", "--pin-path", pins)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "default/nowhere" in result.stderr
+
+
+NODE_PORTED = planned(port_name("np", ""), 13, backend(pod_ip(4)), node_port=30080)
+ANSWERS = NodePorts(
+    frozenset(map(parse_address, ("fd50::1", node_ip(1)))), frozenset({Family.IPV4})
+)
+
+
+def test_node_ports_are_shown_as_they_are(pin_path: Path) -> None:
+    fill(pin_path, NODE_PORTED, node_ports=ANSWERS)
+    found = as_json("map", "dump", "--pin-path", pin_path)
+    assert found["frontends"][0] | {"id": 0} == {
+        "address": "0.0.0.0",
+        "port": 30080,
+        "protocol": "TCP",
+        "type": "NodePort",
+        "scope": "external",
+        "id": 0,
+        "service": "default/np",
+    }
+    assert found["node_addrs"] == [{"address": node_ip(1)}, {"address": "fd50::1"}]
+    assert found["settings"][0]["flags"] == ["loopback4"]
+    (port,) = found["ports"]
+    assert (port["flags"], port["cluster_count"]) == (["external_local"], 1)
+    assert (port["local_count"], port["local_flags"]) == (0, ["none_local"])
+    status = as_json("status", "--pin-path", pin_path, code=1)
+    assert status["node_ports"] == {
+        "addresses": [node_ip(1), "fd50::1"],
+        "loopback": ["127.0.0.0/8"],
+    }
+    page = ebpflb("status", "--pin-path", pin_path).stdout
+    assert f"at {node_ip(1)}, fd50::1; for the node itself at 127.0.0.0/8\n" in page
+    (one,) = as_json("service", "list", "--pin-path", pin_path)
+    assert one["frontends"][1] == {"address": "*", "port": 30080, "type": "NodePort"}
+    wide = ebpflb("service", "list", "-o", "wide", "--pin-path", pin_path).stdout
+    assert "none on this node for outside: refused" in wide
+    assert f"{pod_ip(4)}:8080 (only ClusterIP+inside)" in wide
+
+
+def test_node_ports_that_answer_nowhere_are_a_warning(pin_path: Path) -> None:
+    fill(pin_path, NODE_PORTED)
+    warnings = as_json("status", "--pin-path", pin_path, code=1)["warnings"]
+    assert any(text.startswith("NodePorts answer nowhere") for text in warnings)
 
 
 # --- service list --------------------------------------------------------------------------------
@@ -389,7 +459,7 @@ def test_a_cgroup_that_is_none_exits_3(pins: Path, tmp_path: Path) -> None:
 
 def test_status_of_maps_alone_names_every_hook(pins: Path) -> None:
     found = as_json("status", "--pin-path", pins, code=1)
-    assert [one["hook"] for one in found["programs"]] == list(abi.names_of("HOOK_").values())
+    assert {one["hook"] for one in found["programs"]} == {hook.name for hook in HOOKS}
     assert {one["state"] for one in found["programs"]} == {"not attached"}
     (problem,) = found["problems"]
     assert problem.startswith("not translated at connect4 ")
@@ -401,8 +471,9 @@ def test_status_of_maps_alone_names_every_hook(pins: Path) -> None:
     assert list(used) == list(abi.MAPS)
     assert used["frontends"] == (6, 64)  # two are the probe's
     assert used["ports"] == (4, 16)
-    assert used["backends"] == (4, 128)
-    assert used["members"] == (3, 64)
+    assert used["backends"] == (5, 128)
+    assert used["node_addrs"] == (0, 16)
+    assert used["members"] == (4, 64)
     assert used["names"] == (4, 16)
     assert used["sock_peer"] == (None, None)
     assert used["connections"] == (None, 16)
@@ -635,6 +706,88 @@ def test_programs_on_other_maps_than_the_pinned_ones_are_found(site: Site) -> No
     assert site.json("check") == []
 
 
+def put_balanced(site: Site) -> None:
+    """A Service of every frontend, with one endpoint elsewhere and one here."""
+    balanced: ApiObject = service_object(
+        "lb",
+        cluster_ips=[cluster_ip(13)],
+        ports=[{"name": "http", "port": 80, "nodePort": 30080}],
+        type="LoadBalancer",
+        externalTrafficPolicy="Local",
+        healthCheckNodePort=30081,
+        externalIPs=["198.51.100.1"],
+        loadBalancerSourceRanges=["192.0.2.0/24"],
+    )
+    balanced["status"] = {"loadBalancer": {"ingress": [{"ip": "203.0.113.9"}]}}
+    endpoints = [
+        endpoint_object(pod_ip(20), node="n1", ready=True),
+        endpoint_object(pod_ip(21), node="n2", ready=True),
+    ]
+    objects = [balanced, slice_object("lb-1", service="lb", endpoints=endpoints)]
+    site.agent.manifests.put_objects("lb.json", objects)
+    wait_until(
+        lambda: any(one["service"] == "default/lb:http" for one in site.json("service", "list")),
+        timeout_s=30,
+        what="the agent serves default/lb",
+    )
+
+
+def test_every_frontend_is_shown_and_compared(site: Site) -> None:
+    """NP-01, LB-01, LB-02, LB-05, POL-03 to POL-05."""
+    put_balanced(site)
+    (one,) = (one for one in site.json("service", "list") if one["service"] == "default/lb:http")
+    assert one["frontends"] == [
+        {"address": cluster_ip(13), "port": 80, "type": "ClusterIP"},
+        {"address": "*", "port": 30080, "type": "NodePort"},
+        {"address": "198.51.100.1", "port": 80, "type": "ExternalIP"},
+        {"address": "203.0.113.9", "port": 80, "type": "LoadBalancer"},
+    ]
+    assert (one["internal_policy"], one["external_policy"]) == ("Cluster", "Local")
+    assert [(b["address"], b["local"]) for b in one["backends"]] == [
+        (pod_ip(20), True),
+        (pod_ip(21), False),
+    ]
+    frontends = site.json("map", "dump", "frontends", "--service", "default/lb")["frontends"]
+    assert {(row["type"], row["scope"]) for row in frontends} == {
+        ("ClusterIP", "internal"),
+        ("NodePort", "external"),
+        ("ExternalIP", "external"),
+        ("LoadBalancer", "external"),
+    }
+    (port,) = site.json("map", "dump", "ports", "--service", "default/lb")["ports"]
+    assert port["flags"] == ["external_local", "lb_no_pods", "lb_no_host"]
+    found = site.json("status")
+    assert site.node.ipv4 in found["node_ports"]["addresses"]
+    assert found["warnings"] == []
+    assert site.json("check") == []
+
+
+def test_check_knows_where_node_ports_should_answer(site: Site) -> None:
+    """NP-05: the agent that would follow does not run."""
+    site.agent.end()
+    site.node.address("192.168.50.77/32")
+    (difference,) = site.json("check", code=1)
+    assert difference == {
+        "service": "",
+        "where": "node_addrs",
+        "what": "192.168.50.77",
+        "expected": "NodePorts answer",
+        "actual": "",
+    }
+    site.agent.start()
+    wait_until(lambda: site.json("check") == [], timeout_s=30, what="the agent has followed")
+
+
+def test_check_elsewhere_says_what_it_cannot_see(site: Site) -> None:
+    """This process is in another network namespace than the node."""
+    result = ebpflb("check", *site.at)
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "no difference: 2 service ports, 2 backends\n",
+    )
+    assert "this is not the node's network namespace" in result.stderr
+
+
 def test_cleanup_beside_the_agent_is_refused(site: Site) -> None:
     result = site.run("cleanup")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -657,7 +810,7 @@ except OSError as error:
     assert (result.exit_code, result.stderr) == (0, "")
     first, second, third, *_ = result.stdout.splitlines()
     assert first.split()[:2] == ["detached", "connect6"]
-    assert len(first.split()) == 1 + abi.CONSTANTS["HOOK_COUNT"]
+    assert len(first.split()) == 1 + len(HOOKS)
     assert second.startswith("removed   affinity ")
     assert third == f"removed   {site.node.pin_path}"
     assert "Services are no longer translated" in result.stdout

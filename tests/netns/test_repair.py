@@ -203,13 +203,13 @@ def empty_the_slot_of_the_service_port(place: Place) -> None:
 
 def change_a_backend(place: Place) -> None:
     owner = place.id(place.web)
-    slot = place.kernel.snapshot().backends[owner][0].slot
+    slot = place.kernel.snapshot().cluster[owner][0].slot
     value = abi.LAYOUTS["backend"].pack(parse_address("10.244.9.9"), b"\x1f\x90", 0, owner)
     place.kernel.put("backends", ID.pack(slot), value)
 
 
 def take_a_backend_from_its_owner(place: Place) -> None:
-    slot = place.kernel.snapshot().backends[place.id(place.web)][0].slot
+    slot = place.kernel.snapshot().cluster[place.id(place.web)][0].slot
     value = abi.LAYOUTS["backend"].pack(
         parse_address(place.backends[2].ipv4), b"\x1f\x90", 0, place.id(place.other)
     )
@@ -261,7 +261,7 @@ def test_the_socket_meets_no_foreign_backend_meanwhile(place: Place, agent: Agen
     with place.client.tcp_loop(place.web.ipv4, 80) as loop:
         loop.wait_for(lambda one: one.good > 10, timeout_s=30, what="it goes on")
         for index in (0, 1):
-            slot = place.kernel.snapshot().backends[place.id(place.web)][index].slot
+            slot = place.kernel.snapshot().cluster[place.id(place.web)][index].slot
             foreign_slot = abi.LAYOUTS["backend"].pack(
                 parse_address(place.backends[2].ipv4), b"\x1f\x90", 0, place.id(place.other)
             )

@@ -278,7 +278,7 @@ def test_scaling_leaves_no_dead_endpoint(world: World, service: MakeService) -> 
     for count in (4, 2, 3, 1, 0, 2):
         handle.set(endpoints=ready(*world.backends[:count]))
         snapshot = world.kernel.snapshot()
-        assert len(snapshot.backends[world.kernel.id_of(name)]) == count
+        assert len(snapshot.cluster[world.kernel.id_of(name)]) == count
         outcome = world.p1.tcp(handle.ipv4, 80, count=40)
         assert outcome.good == (40 if count else 0), outcome
         assert outcome.backends.keys() == {pod.name for pod in world.backends[:count]}

@@ -152,6 +152,22 @@ def test_an_agent_outside_of_its_cgroup_sees_that_its_hooks_do_not_run(place: Pl
     assert "run the agent inside of that cgroup, or name the root" in message
 
 
+def test_a_start_on_a_wrong_cgroup_leaves_what_works_as_it_is(place: Place) -> None:
+    """Nothing moves, and the commands go on looking where the programs are."""
+    with place.agent() as agent:
+        agent.settle()
+        agent.end()
+        before = agent.kernel.hooks()
+        code, message = place.try_to_run("--cgroup", place.client.cgroup)
+        assert code == KERNEL_CANNOT
+        assert "the connect4 hook" in message
+        assert agent.kernel.hooks() == before
+        assert programs_on(place.client.cgroup) == []
+        assert place.works()
+        agent.start()
+        assert agent.log("attached") == []
+
+
 @pytest.mark.parametrize(
     "without",
     [

@@ -7,6 +7,7 @@ Each test makes Services of its own, with addresses that no other test has, and 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +89,36 @@ class OpenSocket(Interface):
     ) -> socket.socket: ...
 
 
+def _outside(number: int, ipv4: str, ipv6: str) -> tuple[str, str]:
+    """An address of each family that no interface has."""
+    return f"{ipv4}.{number % 256}", f"{ipv6}::{number:x}"
+
+
+class Way(enum.Enum):
+    """How a client asks: each question may be given another backend."""
+
+    TCP = "TCP"
+    UDP = "UDP"
+    CONNECTED_UDP = "connected UDP"
+
+    @property
+    def protocol(self) -> Protocol:
+        return Protocol.TCP if self is Way.TCP else Protocol.UDP
+
+    @property
+    def port(self) -> int:
+        """That of a Service as ``World.spec`` makes it."""
+        return 80 if self is Way.TCP else 53
+
+    def ask(
+        self, client: Namespace, host: str, port: int, count: int = 1, **options: Any
+    ) -> Outcome:
+        if self is Way.TCP:
+            return client.tcp(host, port, count=count, **options)
+        connected = self is Way.CONNECTED_UDP
+        return client.udp(host, port, count=count, sockets=count, connected=connected, **options)
+
+
 class World:
     """``p1`` and ``p2`` dial, ``be1`` … ``be4`` answer, ``node`` runs the agent.
 
@@ -101,9 +132,12 @@ class World:
         *,
         command: Sequence[str] = EBPFLB,
         tcp_peer_name: bool = False,
+        flags: Sequence[str] = (),
+        plans_by: Mapping[str, Any] | None = None,
     ) -> None:
         self.lab = lab
         self.tcp_peer_name = tcp_peer_name
+        self.tells_pods = bool((plans_by or {}).get("cluster_cidrs"))
         self.node = lab.node("n1")
         self.p1, self.p2 = self.node.pod("p1"), self.node.pod("p2")
         self.backends = [self.node.pod(f"be{number}") for number in range(1, 5)]
@@ -111,8 +145,15 @@ class World:
             pod.name: pod.serve(tcp=[TCP_PORT], udp=[UDP_PORT, *MORE_UDP_PORTS])
             for pod in self.backends
         }
-        flags = ["--map-size", SMALL, *(["--tcp-peer-name"] if tcp_peer_name else [])]
-        self.agent = Agent(self.node, Manifests(folder / "manifests"), *flags, command=command)
+        self.agent = Agent(
+            self.node,
+            Manifests(folder / "manifests"),
+            *("--map-size", SMALL),
+            *(["--tcp-peer-name"] if tcp_peer_name else []),
+            *flags,
+            command=command,
+            plans_by=plans_by,
+        )
         self._makers: dict[str, SocketMaker] = {}
 
     @property
@@ -139,9 +180,16 @@ class World:
         pods: Sequence[Pod] = (),
         tcp: Mapping[int, int] | None = None,
         udp: Mapping[int, int] | None = None,
+        node_port: bool = False,
+        external: bool = False,
+        balanced: bool = False,
         **more: Any,
     ) -> Spec:
-        """A Service with a name and addresses of its own: TCP 80 and UDP 53 by default."""
+        """A Service with a name and addresses of its own: TCP 80 and UDP 53 by default.
+
+        ``node_port``, ``external``, ``balanced``: with a NodePort, with external addresses, with a
+        load balancer's (and a NodePort), in both families.
+        """
         number = next(_numbers)
         return Spec(
             name=f"s{number}",
@@ -150,6 +198,9 @@ class World:
             tcp={80: TCP_PORT} if tcp is None else tcp,
             udp={53: UDP_PORT} if udp is None else udp,
             endpoints=ready(*pods) if endpoints is None else endpoints,
+            node_port=30_000 + number if node_port or balanced else 0,
+            external_ips=_outside(number, "198.51.100", "fd98") if external else (),
+            ingress_ips=_outside(number, "203.0.113", "fd99") if balanced else (),
             **more,
         )
 

@@ -1,28 +1,57 @@
 """The writer under any sequence of plans, with a failure or a crash at any step.
 
 After every single map operation each frontend must lead only to backends of its own service port,
-also for readers that began long ago; `tests/memory_tables.py` asks them. When nothing fails any
-more, the tables must equal the plan, and another sync or a restart must write nothing.
+also for readers that began long ago; `tests/memory_tables.py` asks them. And each client, chosen
+for as `bpf/lookup.h` does it, must be led as one plan says that is in force, still or already,
+never as a mixture of two. When nothing fails any more, the tables must equal the plan, and another
+sync or a restart must write nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
-from ebpflb.datapath.ebpf import audit
-from ebpflb.datapath.ebpf.tables import read
+from ebpflb.datapath.ebpf import abi, audit
+from ebpflb.datapath.ebpf.encode import encode_frontend, encode_node_addresses, setting_flags
+from ebpflb.datapath.ebpf.tables import (
+    BACKEND,
+    CLUSTER,
+    FRONTEND_VALUE,
+    ID,
+    INTERNAL,
+    KIND_PROBE,
+    KINDS,
+    LOCAL,
+    MEMBER_KEY,
+    PORT,
+    PORT_EXTERNAL_LOCAL,
+    PORT_INTERNAL_LOCAL,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
+    SETS,
+    index_of,
+    read,
+    unpack_word,
+)
 from ebpflb.datapath.ebpf.writer import MAX_UNRELEASED, Writer
 from ebpflb.errors import DatapathError
 from ebpflb.model import (
+    Address,
     Backend,
     Family,
     Frontend,
     FrontendKind,
+    NodePorts,
     Plan,
     PlannedPort,
     Policy,
@@ -30,6 +59,8 @@ from ebpflb.model import (
     Selection,
     ServicePortName,
     Verdict,
+    parse_network,
+    unspecified,
 )
 from tests.memory_tables import CrashError, ManualGate, MemoryTables, v4
 
@@ -50,36 +81,128 @@ def backend(name: ServicePortName, number: int, *, terminating: bool = False) ->
     )
 
 
-def selection(backends: tuple[Backend, ...]) -> Selection:
-    return Selection(Verdict.FORWARD if backends else Verdict.REJECT, backends)
+def selection(chosen: Iterable[Backend], *, nothing: Verdict = Verdict.REJECT) -> Selection:
+    backends = tuple(chosen)
+    return Selection(Verdict.FORWARD if backends else nothing, backends)
 
 
 @st.composite
 def planned_ports(draw: st.DrawFn, name: ServicePortName) -> PlannedPort:
     numbers = draw(st.sets(st.integers(1, 6), max_size=6))
+    hidden = draw(st.sets(st.sampled_from(sorted(numbers)), max_size=2)) if numbers else set()
     draining = draw(st.sets(st.integers(7, 9), max_size=2))
-    internal = tuple(backend(name, number) for number in sorted(numbers))
-    outside = draw(st.sampled_from(["none", "same", "local"]))
+    usable = [backend(name, number) for number in sorted(numbers)]
     frontends = {
         Frontend(v4(10, 96, 0, number), 80, name.protocol, FrontendKind.CLUSTER_IP)
         for number in draw(st.sets(st.integers(1, 3), max_size=2))
     }
-    external = None
-    if outside != "none":
-        chosen = internal if outside == "same" else tuple(b for b in internal if b.local)
-        external = selection(chosen)
-        frontends.add(Frontend(v4(192, 0, 2, 1), 80, name.protocol, FrontendKind.LOAD_BALANCER))
+    kinds = (FrontendKind.LOAD_BALANCER, FrontendKind.EXTERNAL_IP)
+    outside = draw(st.sampled_from([None, None, *kinds]))
+    if outside:
+        frontends.add(Frontend(v4(192, 0, 2, 1), 80, name.protocol, outside))
+        wildcard = unspecified(Family.IPV4)
+        frontends.add(Frontend(wildcard, 30080, name.protocol, FrontendKind.NODE_PORT))
+    ranges = draw(st.sampled_from([(), ("10.0.0.0/8",)]))
     return PlannedPort(
         name=name,
         frontends=tuple(sorted(frontends, key=lambda f: f.address)),
-        internal=selection(internal),
-        external=external,
+        cluster=selection(b for b in usable if b.address[-1] not in hidden),
+        local=selection(
+            (b for b in usable if b.local), nothing=Verdict.DROP if usable else Verdict.REJECT
+        ),
         draining=tuple(backend(name, number, terminating=True) for number in sorted(draining)),
         affinity_s=draw(st.sampled_from([0, 0, 60, 10800])),
-        internal_policy=Policy.CLUSTER,
-        external_policy=Policy.LOCAL if outside == "local" else Policy.CLUSTER,
-        socket_lb=draw(st.sampled_from([True, True, False])),
+        internal_policy=draw(st.sampled_from(Policy)),
+        external_policy=draw(st.sampled_from(Policy)),
+        socket_lb=draw(st.sampled_from([True, True, True, False])),
+        source_ranges=tuple(map(parse_network, ranges)),
+        node_in_ranges=not ranges or draw(st.booleans()),
     )
+
+
+# --- what a client sees --------------------------------------------------------------------------
+
+
+class Client(enum.Enum):
+    """Who dials; ``STRANGER`` is a pod where pods cannot be told from the outside (POL-06)."""
+
+    HOST = enum.auto()
+    POD = enum.auto()
+    STRANGER = enum.auto()
+
+
+class View(NamedTuple):
+    """What becomes of a connection: the flags of a word, and whom it may get."""
+
+    flags: int
+    targets: frozenset[bytes]
+
+
+_AFFINITY = abi.CONSTANTS["WORD_AFFINITY"]
+_UNTOUCHED = abi.CONSTANTS["WORD_UNTOUCHED"]
+_VERDICTS = {
+    Verdict.FORWARD: 0,
+    Verdict.REJECT: abi.CONSTANTS["WORD_NONE"],
+    Verdict.DROP: abi.CONSTANTS["WORD_NONE_LOCAL"],
+}
+
+
+KEPT_OUT = View(-1, frozenset())
+"""Refused by source ranges."""
+
+
+def planned_set(planned: PlannedPort, chosen: Selection) -> View:
+    flags = _VERDICTS[chosen.verdict]
+    flags |= _AFFINITY if planned.affinity_s else 0
+    flags |= 0 if planned.socket_lb else _UNTOUCHED
+    return View(flags, frozenset(one.address for one in chosen.backends))
+
+
+def planned_view(planned: PlannedPort, kind: FrontendKind, client: Client) -> View:
+    """POL-01 to -06, LB-05"""
+    if planned.socket_lb and is_kept_out(planned, kind, client):
+        return KEPT_OUT
+    if kind is FrontendKind.CLUSTER_IP:
+        return planned_set(planned, planned.internal)
+    if client is Client.STRANGER and planned.external_policy is Policy.LOCAL:
+        return planned_set(planned, planned.local)
+    return planned_set(planned, planned.cluster)
+
+
+def is_kept_out(planned: PlannedPort, kind: FrontendKind, client: Client) -> bool:
+    """LB-05, LB-06"""
+    if kind is not FrontendKind.LOAD_BALANCER or not planned.source_ranges:
+        return False
+    return client is not Client.HOST or not planned.node_in_ranges
+
+
+def actual_view(tables: MemoryTables, value: bytes, client: Client) -> View:
+    """As `choose` in bpf/lookup.h."""
+    frontend = FRONTEND_VALUE.unpack(value)
+    port = PORT.unpack(tables.read_port(index_of(frontend.id)))
+    if frontend.scope == INTERNAL:
+        which = LOCAL if port.flags & PORT_INTERNAL_LOCAL else CLUSTER
+    else:
+        outside = port.flags & PORT_EXTERNAL_LOCAL and client is Client.STRANGER
+        which = LOCAL if outside else CLUSTER
+    word = unpack_word(struct.unpack(f"={SETS}Q", port.word)[which])
+    raw = tables.read_backends(word.base, word.length)
+    slots = [BACKEND.unpack(raw[at : at + BACKEND.size]) for at in range(0, len(raw), BACKEND.size)]
+    if word.flags & _AFFINITY:
+        for slot in slots:
+            member = MEMBER_KEY.pack(slot.address, slot.port, which, frontend.id)
+            assert tables.members.lookup(member) is not None, "a backend is not yet a member"
+    closed = port.flags & (PORT_LB_NO_HOST if client is Client.HOST else PORT_LB_NO_PODS)
+    is_balancer = KINDS[frontend.kind] is FrontendKind.LOAD_BALANCER
+    if is_balancer and closed and not word.flags & _UNTOUCHED:
+        return KEPT_OUT
+    return View(word.flags, frozenset(slot.address for slot in slots))
+
+
+def change_places(plans: Iterable[PlannedPort]) -> bool:
+    """Whether one policy goes from Local to Cluster and the other back: no order serves both."""
+    policies = {(plan.internal_policy, plan.external_policy) for plan in plans}
+    return policies >= {(Policy.LOCAL, Policy.CLUSTER), (Policy.CLUSTER, Policy.LOCAL)}
 
 
 def without_conflicts(
@@ -92,10 +215,7 @@ def without_conflicts(
         port = ports[name]
         free = tuple(f for f in port.frontends if _identity(f) not in taken)
         taken |= {_identity(f) for f in free}
-        result[name] = PlannedPort(
-            **{field: getattr(port, field) for field in port.__struct_fields__}
-            | {"frontends": free}
-        )
+        result[name] = replace(port, frontends=free)
     return result
 
 
@@ -113,16 +233,34 @@ class Syncs(RuleBasedStateMachine):
         self.writer = Writer(self.tables, self.gate)
         self.ports: dict[ServicePortName, PlannedPort] = {}
         self.changed: set[ServicePortName] = set()
+        self.addresses: frozenset[Address] = frozenset()
+        self.tells_pods: frozenset[Family] = frozenset()
+        # Plans that may be in force, still or already, of each service port and of the node.
+        self.in_force: dict[ServicePortName, list[PlannedPort]] = {name: [] for name in NAMES}
+        self.of_node: list[Plan] = [self.plan]
+        self.tables.check = self._look
 
     @property
     def plan(self) -> Plan:
-        return Plan(without_conflicts(self.ports))
+        return Plan(
+            without_conflicts(self.ports),
+            node_ports=NodePorts(self.addresses, self.tells_pods),
+            tells_pods=self.tells_pods,
+        )
 
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def change(self, data: st.DataObject, name: ServicePortName) -> None:
         before = self.plan.ports
         self.ports[name] = data.draw(planned_ports(name))
         self._note(before)
+
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def change_all_but_the_frontends(self, data: st.DataObject, name: ServicePortName) -> None:
+        if name in self.ports:
+            before = self.plan.ports
+            drawn = data.draw(planned_ports(name))
+            self.ports[name] = replace(drawn, frontends=self.ports[name].frontends)
+            self._note(before)
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: ServicePortName) -> None:
@@ -134,10 +272,63 @@ class Syncs(RuleBasedStateMachine):
         after = self.plan.ports
         assert isinstance(before, dict)
         self.changed |= {n for n in NAMES if before.get(n) != after.get(n)}
+        for name in self.changed & after.keys():
+            self.in_force[name].append(after[name])
+
+    @rule(
+        last_octets=st.sets(st.integers(1, 4)),
+        tells_pods=st.sets(st.sampled_from(Family)).map(frozenset),
+    )
+    def change_node(self, last_octets: set[int], tells_pods: frozenset[Family]) -> None:
+        self.addresses = frozenset(v4(192, 0, 2, number) for number in last_octets)
+        self.tells_pods = tells_pods
+        self.of_node.append(self.plan)
+
+    def _look(self) -> None:
+        """Whether each client is led as one plan says."""
+        plans_of = {
+            ID.unpack(key)[0]: self.in_force[name]
+            for key, text in self.tables.names.items()
+            for name in NAMES
+            if str(name).encode() == text.rstrip(b"\0")
+        }
+        for key, value in self.tables.frontends.items():
+            frontend = FRONTEND_VALUE.unpack(value)
+            if frontend.kind == KIND_PROBE:
+                continue
+            kind = KINDS[frontend.kind]
+            plans = plans_of[frontend.id]
+            having = [p for p in plans for f in p.frontends if encode_frontend(f) == key]
+            for client in Client:
+                seen = actual_view(self.tables, value, client)
+                allowed = {planned_view(planned, kind, client) for planned in plans}
+                if change_places(plans):
+                    allowed |= {
+                        planned_set(planned, one)
+                        for planned in plans
+                        if planned_view(planned, kind, client) is not KEPT_OUT
+                        for one in (planned.cluster, planned.local)
+                    }
+                assert seen in allowed, f"{client} {seen}"
+                if all(planned_view(planned, kind, client) is KEPT_OUT for planned in having):
+                    assert seen is KEPT_OUT or seen.flags & _UNTOUCHED, f"{client} is let in"
+        addresses = {key for key, _ in self.tables.node_addrs.items()}
+        wanted = [encode_node_addresses(plan) for plan in self.of_node]
+        assert frozenset.intersection(*wanted) <= addresses <= frozenset.union(*wanted)
+        assert self.tables.read_flags() in map(setting_flags, self.of_node)
+
+    def _settled(self, unsettled: set[ServicePortName], *, everything: bool) -> None:
+        """After a sync: what it was told of is in force, but for these."""
+        for name in NAMES:
+            if name not in unsettled and (everything or name in self.changed):
+                self.in_force[name] = [self.plan.ports[name]] if name in self.plan.ports else []
+        if not unsettled:
+            self.of_node = [self.plan]
 
     @rule(everything=st.booleans())
     def sync(self, *, everything: bool) -> None:
         report = self.writer.sync(self.plan, None if everything else self.changed)
+        self._settled({*report.deferred, *report.failed}, everything=everything)
         self.changed = {*report.deferred, *report.failed}
 
     @rule(operations=st.integers(1, 12), everything=st.booleans())
@@ -173,7 +364,9 @@ class Syncs(RuleBasedStateMachine):
     @invariant()
     def copies_are_bounded(self) -> None:
         if hasattr(self, "writer"):
-            assert all(p.unreleased <= MAX_UNRELEASED for p in self.writer._ports.values())
+            # A set that becomes empty takes no range, and waits for none.
+            most = MAX_UNRELEASED + SETS
+            assert all(p.unreleased <= most for p in self.writer._ports.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "writer"):
@@ -192,7 +385,10 @@ class Syncs(RuleBasedStateMachine):
         self.writer.release()
 
     def _check_at_rest(self, when: str) -> None:
-        assert audit.differences(self.plan, read(self.tables)) == [], when
+        snapshot = read(self.tables)
+        assert audit.differences(self.plan, snapshot) == [], when
+        assert set(snapshot.node_addrs) == self.addresses, when
+        assert snapshot.flags == setting_flags(self.plan), when
         assert self.writer.matches(), when
         assert self.writer.sync(self.plan, None).writes == 0, when
         used = {one for p in self.writer._ports.values() for one in p.ranges()}

@@ -9,15 +9,38 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from ebpflb import agent
+from ebpflb import agent, events
 from ebpflb.agent import RETRY_MIN_S, Loop
 from ebpflb.datapath.base import Difference, SyncReport
 from ebpflb.errors import DatapathError
 from ebpflb.health import Health
 from ebpflb.metrics import Metrics
-from ebpflb.model import Plan, ServicePortName, Synced, Upserted
-from ebpflb.planner.plan import Planner
-from tests.builders import NODE, at, endpoint_slice, pod_ip, port_name, service
+from ebpflb.model import (
+    Deleted,
+    Family,
+    LocalAddresses,
+    Node,
+    NodePorts,
+    Plan,
+    Refused,
+    ServicePortName,
+    Synced,
+    Upserted,
+    parse_address,
+)
+from ebpflb.nodelife import why_restart
+from tests.builders import (
+    NODE,
+    at,
+    endpoint_slice,
+    new_planner,
+    node,
+    node_ip,
+    pod_ip,
+    port_name,
+    service,
+)
+from tests.logs import capture_logs
 
 SYNC_PERIOD_S = 30.0
 AUDIT_PERIOD_S = 600.0
@@ -74,7 +97,7 @@ class Bench:
         self.metrics = Metrics()
         self.datapath = Scripted()
         self.loop = Loop(
-            Planner(NODE),
+            new_planner(),
             self.metrics,
             self.health,
             node_name=NODE,
@@ -113,7 +136,7 @@ def bench() -> Bench:
 def test_a_slow_first_list_does_not_turn_it_red() -> None:
     clock = Clock()
     health = Health(SYNC_PERIOD_S, clock)
-    loop = Loop(Planner(NODE), Metrics(), health, node_name=NODE, audit_period_s=1.0, clock=clock)
+    loop = Loop(new_planner(), Metrics(), health, node_name=NODE, audit_period_s=1.0, clock=clock)
     loop.put(Upserted(service()))
     clock.now += LIMIT_S
     assert health.healthy()
@@ -260,3 +283,63 @@ def test_a_signal_ends_a_start_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit), agent._on_signal(agent._end):
         os.kill(os.getpid(), signal.SIGINT)
     assert said == ["SIGINT"]
+
+
+# --- this node's Node -----------------------------------------------------------------------------
+
+
+class Here:
+    """A loop of a node with addresses, and what its plan says of the node."""
+
+    def __init__(self) -> None:
+        self.datapath = Scripted()
+        self.told: list[events.Event] = []
+        self.planner = new_planner(node_port_addresses=("primary",), detect_local_mode="NodeCIDR")
+        self.loop = Loop(
+            self.planner,
+            Metrics(),
+            Health(SYNC_PERIOD_S),
+            node_name=NODE,
+            audit_period_s=AUDIT_PERIOD_S,
+            why_restart=lambda known, now: why_restart(known, now, uses_pod_cidrs=True),
+            tell=self.told.append,
+        )
+        self.loop.put(LocalAddresses(frozenset({parse_address(node_ip(1))})))
+        self.loop.put(Upserted(node(node_ip(1), pod_cidrs=("10.244.1.0/24",))))
+        self.loop.put(Synced())
+        assert self.turn() is None
+        self.before = self.seen()
+        assert self.before[0].addresses
+
+    def turn(self) -> object:
+        return self.loop._turn(self.datapath)
+
+    def seen(self) -> tuple[NodePorts, frozenset[Family]]:
+        return self.planner.plan.node_ports, self.planner.plan.tells_pods
+
+
+def test_a_node_that_is_deleted_ends_the_agent_before_anything_is_taken_away() -> None:
+    """SYNC-11: what is in force stays so until the next agent knows better."""
+    here = Here()
+    here.loop.put(Deleted(Node(NODE).key))
+    ending = here.turn()
+    assert isinstance(ending, agent._Stop)
+    assert "is deleted" in ending.reason
+    assert len(here.datapath.asked) == 1
+
+
+def test_a_node_that_cannot_be_read_is_told_and_stays_what_it_was() -> None:
+    here = Here()
+    here.loop.put(Refused(Node(NODE).key, "spec.podCIDRs is no list"))
+    with capture_logs() as lines:
+        assert here.turn() is None
+    assert here.seen() == here.before
+    assert "spec.podCIDRs is no list" in lines[0]["reason"]
+    assert len(here.told) == 1
+
+
+def test_a_node_without_addresses_for_a_moment_keeps_its_node_ports() -> None:
+    here = Here()
+    here.loop.put(Upserted(node(pod_cidrs=("10.244.1.0/24",))))
+    assert here.turn() is None
+    assert here.seen() == here.before

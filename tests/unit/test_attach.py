@@ -136,6 +136,72 @@ def test_what_is_not_attached_is_told_once(bed: Bed) -> None:
     assert [(one.what, one.actual) for one in found] == [("program", "not attached")] * len(HOOKS)
 
 
+# --- the hooks that are attached only where that is asked for ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "pinned", "shown", "found"),
+    [
+        (True, False, True, ("attached", "not attached")),
+        (True, True, True, None),
+        (False, False, False, None),
+        (False, True, True, ("", "attached")),
+        (None, False, False, None),
+        (None, True, True, None),
+    ],
+    ids=[
+        "asked for and missing",
+        "asked for and there",
+        "neither",
+        "there though nobody asks for it",
+        "a command that finds none",
+        "a command that finds it",
+    ],
+)
+def test_what_is_right_of_an_optional_hook(
+    bed: Bed,
+    monkeypatch: pytest.MonkeyPatch,
+    found: tuple[str, str] | None,
+    *,
+    asked: bool | None,
+    pinned: bool,
+    shown: bool,
+) -> None:
+    attachment = Attachment(bed.pins, bed.cgroup, bind=asked)
+    links = bed.pins / LINKS
+    links.mkdir()
+    if pinned:
+        (links / "bind4").touch()
+    problem = "" if pinned else "not attached"
+    monkeypatch.setattr(
+        attachment, "_look", lambda hook: Attached(hook.name, 5, "", frozenset(), problem)
+    )
+    assert ("bind4" in {one.hook for one in attachment.look()}) is shown
+    differences = [
+        (one.expected, one.actual) for one in attachment.differences() if one.where == "hook bind4"
+    ]
+    assert differences == ([found] if found else [])
+
+
+def test_what_is_no_longer_asked_for_is_detached(bed: Bed) -> None:
+    links = bed.pins / LINKS
+    links.mkdir()
+    for name in ("bind4", "bind6", "connect6"):
+        (links / name).touch()
+    attachment = Attachment(bed.pins, bed.cgroup, bind=False)
+    assert attachment.ensure({"connect4": 0}) == 3
+    assert {path.name for path in links.iterdir()} == {"connect4", "connect6"}
+    assert Attachment(bed.pins, bed.cgroup).ensure({}) == 0
+
+
+def test_what_lies_there_instead_of_a_link_to_be_detached_is_named(bed: Bed) -> None:
+    path = bed.pins / LINKS / "bind6"
+    path.mkdir(parents=True)
+    with pytest.raises(DatapathError) as raised:
+        Attachment(bed.pins, bed.cgroup, bind=False).ensure({})
+    assert str(raised.value).startswith(f"remove {path}: Is a directory (EISDIR): it is not ours")
+
+
 def test_a_cgroup_that_may_not_be_looked_into_needs_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

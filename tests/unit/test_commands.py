@@ -3,23 +3,38 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from ebpflb import __version__
-from ebpflb.cli import check, main, options, service_list, status
+from ebpflb.cli import check, main, map_dump, options, service_list, status
 from ebpflb.cli.render import Styled
 from ebpflb.datapath.base import Difference
+from ebpflb.datapath.ebpf import inspect
 from ebpflb.datapath.ebpf.inspect import Holder, MapFill
-from ebpflb.datapath.ebpf.rows import ServiceBackend
+from ebpflb.datapath.ebpf.rows import (
+    ListedService,
+    NodeAddressRow,
+    PortRow,
+    Row,
+    Service,
+    ServiceBackend,
+    ServiceFrontend,
+    SettingsRow,
+)
 from ebpflb.errors import ConfigError, DatapathError, EbpflbError, SourceError
+from ebpflb.model import parse_address
+from ebpflb.planner.options import PlannerOptions
 
 
 def run(*arguments: str) -> Result:
@@ -45,7 +60,7 @@ def test_version() -> None:
     [
         ("mapp", "No such command 'mapp'"),
         ("map", "Usage: ebpflb map"),
-        ("map dump frontend", "no map 'frontend'; there are frontends, ports, backends"),
+        ("map dump frontend", "no map 'frontend'; there are frontends, node_addrs, ports"),
         ("map dump --service web", "'web' is not of the form NS/NAME"),
         ("map dump --service /web", "'/web' is not of the form NS/NAME"),
         ("map dump --service a/b/c", "'a/b/c' is not of the form NS/NAME"),
@@ -162,7 +177,158 @@ def test_many_backends_are_elided_and_the_terminating_ones_counted() -> None:
     ]
 
 
+SERVED = ListedService(
+    Service(
+        service="default/web:http",
+        id=7,
+        protocol="TCP",
+        affinity_seconds=0,
+        frontends=[
+            ServiceFrontend("10.96.0.10", 80, "ClusterIP"),
+            ServiceFrontend("*", 30080, "NodePort"),
+            ServiceFrontend("203.0.113.9", 80, "LoadBalancer"),
+        ],
+        backends=[
+            ServiceBackend("10.244.1.2", 8080, "ready", local=True),
+            ServiceBackend("10.244.2.2", 8080, "ready", local=False),
+            ServiceBackend("10.244.2.3", 8080, "terminating", local=True),
+        ],
+        internal_policy="Cluster",
+        external_policy="Local",
+        connections=12,
+    ),
+    notes=("none on this node for outside: refused",),
+    frontend_marks=("", "", "source ranges: not for pods"),
+    backend_marks=("", "only ClusterIP+inside", "only outside"),
+)
+
+
+def table(capsys: pytest.CaptureFixture[str], *, wide: bool) -> list[str]:
+    """The cells of its one row, as they stand in a pipe."""
+    service_list._print_table([SERVED], wide=wide)
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "SERVICE",
+        *(("ID", "POLICY") if wide else ()),
+        *("PROTO", "AFFINITY", "CONNS", "FRONTENDS", "BACKENDS"),
+    ]
+    return re.split(" {2,}", row)
+
+
+def test_the_narrow_table_says_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table(capsys, wide=False)[-2:] == [
+        "10.96.0.10:80, *:30080 NodePort, 203.0.113.9:80 LoadBalancer",
+        (
+            "none on this node for outside: refused, "
+            "10.244.1.2:8080, 10.244.2.2:8080, 10.244.2.3:8080 terminating"
+        ),
+    ]
+
+
+def test_the_wide_table_says_for_whom_and_for_whom_not(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = table(capsys, wide=True)
+    assert cells[1:4] == ["7", "Cluster/Local", "TCP"]
+    assert cells[-2:] == [
+        (
+            "10.96.0.10:80, *:30080 NodePort, "
+            "203.0.113.9:80 LoadBalancer (source ranges: not for pods)"
+        ),
+        (
+            "none on this node for outside: refused, 10.244.1.2:8080 local, "
+            "10.244.2.2:8080 (only ClusterIP+inside), "
+            "10.244.2.3:8080 terminating local (only outside)"
+        ),
+    ]
+
+
+# --- map dump ------------------------------------------------------------------------------------
+
+
+def dumped(capsys: pytest.CaptureFixture[str], *rows: Row) -> list[list[str]]:
+    map_dump._print_rows(rows)
+    lines = capsys.readouterr().out.splitlines()
+    return [re.split(" {2,}", line.strip()) for line in lines]
+
+
+def test_a_table_of_ports_has_both_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    port = PortRow(
+        slot=3,
+        id=7,
+        service="default/web:http",
+        protocol="TCP",
+        family="IPv4",
+        flags=["internal_local", "external_local"],
+        cluster_base=12,
+        cluster_count=2,
+        cluster_flags=["affinity"],
+        local_base=0,
+        local_count=0,
+        local_flags=["affinity", "none_local"],
+        draining=1,
+        affinity_seconds=60,
+    )
+    assert dumped(capsys, port) == [
+        ["SLOT", "ID", "PROTO", "FAMILY", "CLUSTER", "LOCAL", "FLAGS", "AFFINITY", "SERVICE"],
+        [
+            *("3", "7", "TCP", "IPv4", "12-13 affinity +1 draining", "affinity none_local"),
+            *("internal_local,external_local", "1m", "default/web:http"),
+        ],
+    ]
+
+
+def test_a_table_of_settings_has_the_flags_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    row = SettingsRow(3, 30, 120, "00", ["loopback4", "tells_pods4"], {"hostname": "n1"})
+    found = dict(dumped(capsys, row))
+    assert found["flags"] == "loopback4,tells_pods4"
+    assert found["options.hostname"] == "n1"
+
+
 # --- check ---------------------------------------------------------------------------------------
+
+
+def test_check_plans_by_what_the_agent_left() -> None:
+    agents = PlannerOptions(
+        node_name="n1", node_port_addresses=("192.168.50.0/24",), cluster_cidrs=("10.244.0.0/16",)
+    )
+    left = {"planner": msgspec.to_builtins(agents)}
+    notes = check._Notes()
+    assert check.planner_options("n1", left, notes) == agents
+    other = check.planner_options("n2", left, notes)
+    assert other == msgspec.structs.replace(agents, node_name="n2")
+    assert notes._lines == []
+
+
+@pytest.mark.parametrize("left", [{}, {"planner": {}}, {"planner": "all"}])
+def test_check_says_when_it_must_plan_by_defaults(left: dict[str, object]) -> None:
+    notes = check._Notes()
+    assert check.planner_options("n1", left, notes) == PlannerOptions(node_name="n1")
+    assert notes._lines == [
+        "planned by kube-proxy's defaults: no agent has left word of its settings"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("left", "bind"),
+    [({"protect_nodeports": True}, True), ({"protect_nodeports": False}, False), ({}, None)],
+    ids=["protected", "not protected", "unknown: right as it is"],
+)
+def test_the_bind_hooks_are_expected_as_the_agent_was_told(
+    left: dict[str, object], bind: bool | None, tmp_path: Path
+) -> None:
+    """NP-10."""
+    assert inspect.attachment(tmp_path, tmp_path, left)._bind is bind
+
+
+def test_check_plans_node_ports_at_this_nodes_addresses() -> None:
+    """NP-01, NP-05."""
+    read: check.Reader = lambda _notice: []  # noqa: E731
+    truth = check.load_truth(
+        read,
+        PlannerOptions(node_name="n1", node_port_addresses=("192.168.50.0/24",)),
+        lambda: frozenset(map(parse_address, ("192.168.50.1", "10.0.0.1"))),
+        lambda _event: None,
+    )
+    assert truth.plan.node_ports.addresses == {parse_address("192.168.50.1")}
 
 
 def difference(what: str) -> Difference:
@@ -188,6 +354,55 @@ def test_only_what_differs_at_every_look_counts(looks: list[str], lasts: str, as
 
 
 # --- status --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("addresses", "flags", "line"),
+    [
+        (
+            ["192.168.50.1", "fd50::1"],
+            ["loopback4", "loopback6", "tells_pods4"],
+            "at 192.168.50.1, fd50::1; for the node itself at 127.0.0.0/8 and ::1",
+        ),
+        (["192.168.50.1"], [], "at 192.168.50.1"),
+        ([], ["loopback4"], "for the node itself at 127.0.0.0/8"),
+        ([], ["tells_pods6"], "answer nowhere"),
+        (
+            [f"10.0.0.{i}" for i in range(1, 10)],
+            [],
+            "at 10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4, 10.0.0.5, 10.0.0.6 and 3 more",
+        ),
+    ],
+    ids=["everywhere", "addresses", "the loopback alone", "nowhere", "many addresses"],
+)
+def test_where_node_ports_answer_is_one_line(
+    addresses: list[str], flags: list[str], line: str
+) -> None:
+    found = status.where_node_ports_answer(map(NodeAddressRow, addresses), flags)
+    assert found.addresses == addresses
+    item = status._answering(found)
+    assert (item.text if isinstance(item, Styled) else item) == line
+
+
+@pytest.mark.parametrize(
+    ("node_ports", "types", "warns"),
+    [
+        (status.NodePorts([], []), ["ClusterIP", "NodePort"], True),
+        (status.NodePorts([], []), ["ClusterIP"], False),
+        (status.NodePorts(["192.168.50.1"], []), ["NodePort"], False),
+        (status.NodePorts([], ["::1"]), ["NodePort"], False),
+    ],
+    ids=["nowhere", "no NodePort", "an address", "the loopback alone"],
+)
+def test_node_ports_that_nobody_can_dial_are_a_warning(
+    node_ports: status.NodePorts, types: list[str], warns: bool
+) -> None:
+    frontends = [ServiceFrontend("*", 1, one) for one in types]
+    service = msgspec.structs.replace(SERVED.service, frontends=frontends)
+    warnings = status.unanswered(node_ports, [service])
+    assert bool(warnings) is warns
+    assert all("--nodeport-addresses" in text for text in warnings)
+
 
 GOOD = status.Agent(
     running=True,
@@ -380,8 +595,8 @@ def test_without_a_holder_and_an_answer_no_agent_runs() -> None:
         (
             status.Status,
             (
-                "version mode node pin_path cgroup service_ports backends agent programs maps "
-                "counters problems warnings"
+                "version mode node pin_path cgroup service_ports backends node_ports agent "
+                "programs maps counters problems warnings"
             ),
         ),
         (
@@ -391,10 +606,11 @@ def test_without_a_holder_and_an_answer_no_agent_runs() -> None:
                 "service_ports_failed objects_rejected failures"
             ),
         ),
+        (status.NodePorts, "addresses loopback"),
         (status.Hook, "hook program program_id state"),
         (Difference, "service where what expected actual"),
     ],
-    ids=["status", "agent", "programs", "check"],
+    ids=["status", "agent", "node_ports", "programs", "check"],
 )
 def test_json_keys_are_as_documented(struct: type[status.Status], promised: str) -> None:
     assert struct.__struct_encode_fields__ == tuple(promised.split())

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebpflb.config import (
@@ -17,13 +18,15 @@ from ebpflb.config import (
     parse_bind_address,
     parse_map_sizes,
     parse_period,
-    require_supported_mode,
+    planner_options,
+    require_supported,
     resolve,
 )
 from ebpflb.errors import ConfigError
 from ebpflb.kubeproxy import file
 from ebpflb.kubeproxy.flags import FLAGS, LOG_FLAGS
 from ebpflb.kubeproxy.schema import as_builtins
+from ebpflb.planner.options import PlannerOptions
 
 HEAD = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 
@@ -49,8 +52,16 @@ def at(resolved: Resolved, path: str) -> object:
     return found
 
 
+ADVICE = {"node port addresses are not set", "pods are not told from others"}
+
+
+def notices(resolved: Resolved) -> list[Notice]:
+    """What is told, but for what kube-proxy too says where nothing is set."""
+    return [one for one in resolved.notices if one.event not in ADVICE]
+
+
 def only(resolved: Resolved) -> Notice:
-    (notice,) = resolved.notices
+    (notice,) = notices(resolved)
     return notice
 
 
@@ -344,6 +355,8 @@ def test_what_is_ours_counts_beside_a_file() -> None:
         map_sizes=("ports=5",),
         audit_period="2m",
         tcp_peer_name=False,
+        external_ips=("192.0.2.0/24, 2001:db8::/32", "198.51.100.0/24"),
+        protect_nodeports=True,
     ).config
     assert config == Config(
         manifests=Path("/m"),
@@ -352,6 +365,8 @@ def test_what_is_ours_counts_beside_a_file() -> None:
         map_sizes={"ports": 5},
         audit_period_s=120.0,
         show_service_tcp=False,
+        external_ips=("192.0.2.0/24", "2001:db8::/32", "198.51.100.0/24"),
+        protect_node_ports=True,
         node_name=config.node_name,
         config_file=Path("kp.conf"),
         config_content=(HEAD + "mode: ipvs").encode(),
@@ -363,8 +378,10 @@ def test_what_is_ours_counts_beside_a_file() -> None:
 
 
 def test_with_nothing_said_there_is_nothing_to_tell() -> None:
-    assert said("").notices == ()
-    assert said("--oom-score-adj=-998 --kubeconfig=/k --bind-address=::").notices == ()
+    assert notices(said("")) == []
+    assert notices(said("--oom-score-adj=-998 --kubeconfig=/k --bind-address=::")) == []
+    settings = "--nodeport-addresses=primary --cluster-cidr=10.0.0.0/8"
+    assert said(settings).notices == ()
 
 
 def test_a_file_in_default_mode_is_told_that_it_means_auto() -> None:
@@ -395,7 +412,7 @@ def test_what_a_strict_reader_would_refuse_is_told_once() -> None:
     ("command_line", "body", "own", "fields"),
     [
         (
-            """--ipvs-scheduler=rr --cluster-cidr=10.0.0.0/8 --feature-gates=AllAlpha=true
+            """--ipvs-scheduler=rr --iptables-masquerade-bit=1 --feature-gates=AllAlpha=true
             --healthz-port=99 --machine-id-file=/x --v=0 --vmodule=a=1""",
             None,
             {},
@@ -403,17 +420,17 @@ def test_what_a_strict_reader_would_refuse_is_told_once() -> None:
                 "file": "",
                 "mean_nothing_here": "--ipvs-scheduler, --vmodule, --feature-gates AllAlpha, "
                 "--machine-id-file, --healthz-port",
-                "not_in_this_version": "--cluster-cidr",
+                "not_in_this_version": "--iptables-masquerade-bit",
             },
         ),
         (
             "--proxy-mode=ebpf",
-            "portRange: 1-2\nnodePortAddresses: [primary]\nipvs: {scheduler: '', strictARP: true}",
+            "portRange: 1-2\niptables: {masqueradeBit: 3}\nipvs: {scheduler: '', strictARP: true}",
             {},
             {
                 "file": "kp.conf",
                 "mean_nothing_here": "ipvs.strictARP, portRange",
-                "not_in_this_version": "nodePortAddresses",
+                "not_in_this_version": "iptables.masqueradeBit",
             },
         ),
         (
@@ -431,17 +448,175 @@ def test_settings_without_effect_are_told_once(
     assert only(said(command_line, body, **own)) == Notice("settings without effect", fields)
 
 
+def test_unset_node_port_addresses_are_told_with_advice_np_02() -> None:
+    told = {one.event: one for one in said("--cluster-cidr=10.0.0.0/8").notices}
+    assert told == {
+        "node port addresses are not set": Notice(
+            "node port addresses are not set",
+            {"answer_at": "all", "action": "say where: --nodeport-addresses primary is best"},
+            is_warning=False,
+        )
+    }
+
+
+def test_pods_that_nobody_can_tell_are_told_masq_10() -> None:
+    told = [one.event for one in said("--nodeport-addresses=all").notices]
+    assert told == ["pods are not told from others"]
+    quiet = "--nodeport-addresses=all --detect-local-mode=NodeCIDR"
+    assert said(quiet).notices == ()
+
+
+def test_localhost_that_is_selected_in_vain_is_told_np_13() -> None:
+    resolved = said(
+        "--nodeport-addresses=primary,localhost --iptables-localhost-nodeports=false "
+        "--cluster-cidr=10.0.0.0/8"
+    )
+    assert only(resolved) == Notice(
+        "NodePorts do not answer at localhost",
+        {
+            "selected_by": "--nodeport-addresses",
+            "off_by": "--iptables-localhost-nodeports",
+        },
+    )
+
+
+# --- what decides the plan -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command_line", "body", "own", "expected"),
+    [
+        pytest.param("", None, {}, {}, id="kube-proxy's defaults"),
+        pytest.param(
+            "--nodeport-addresses=primary --nodeport-addresses=10.0.0.0/8",
+            None,
+            {},
+            {"node_port_addresses": ("primary", "10.0.0.0/8")},
+            id="CFG-29 where NodePorts answer",
+        ),
+        pytest.param("", "nodePortAddresses: []", {}, {}, id="CFG-29 an empty list is unset"),
+        pytest.param(
+            "--proxy-mode=nftables",
+            None,
+            {},
+            {"node_port_addresses": ("primary",)},
+            id="NP-02 as nftables mode has it",
+        ),
+        pytest.param(
+            "",
+            "mode: nftables\nnodePortAddresses: [all]",
+            {},
+            {"node_port_addresses": ("all",)},
+            id="NP-02 unless it is said",
+        ),
+        pytest.param(
+            "--iptables-localhost-nodeports=false",
+            None,
+            {},
+            {"localhost_node_ports": False},
+            id="CFG-17 no localhost",
+        ),
+        pytest.param(
+            "--cluster-cidr=10.0.0.0/8,fd00::/48",
+            None,
+            {},
+            {"cluster_cidrs": ("10.0.0.0/8", "fd00::/48")},
+            id="CFG-28 the pods' ranges",
+        ),
+        pytest.param(
+            "",
+            "detectLocalMode: NodeCIDR",
+            {},
+            {"detect_local_mode": "NodeCIDR"},
+            id="CFG-25 how pods are told",
+        ),
+        pytest.param(
+            "--feature-gates=AllowServiceExternalIPs=false",
+            None,
+            {},
+            {"allow_external_ips": False},
+            id="VER-04 the gate",
+        ),
+        pytest.param(
+            "--bind-address=192.168.50.1",
+            None,
+            {},
+            {"bind_address": "192.168.50.1"},
+            id="CFG-08 the node's address",
+        ),
+        pytest.param(
+            "",
+            None,
+            {"external_ips": ("192.0.2.0/24",)},
+            {"external_ips": ("192.0.2.0/24",)},
+            id="SEC-02 which externalIPs",
+        ),
+        pytest.param("", None, {"external_ips": ("",)}, {"external_ips": ()}, id="SEC-02 none"),
+    ],
+)
+def test_what_decides_the_plan(
+    command_line: str, body: str | None, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    resolved = said(command_line, body, hostname_override="n1", **own)
+    fields: dict[str, Any] = {"node_name": "n1", "bind_address": "0.0.0.0"}
+    assert planner_options(resolved.config) == PlannerOptions(**fields | expected)
+
+
+def test_the_gate_for_external_ips_is_not_without_effect_ver_04() -> None:
+    assert notices(said("--feature-gates=AllowServiceExternalIPs=false")) == []
+
+
+def test_what_decides_the_plan_can_be_left_in_a_map() -> None:
+    options = planner_options(said("--nodeport-addresses=all", external_ips=("::/0",)).config)
+    text = msgspec.json.encode(msgspec.to_builtins(options))
+    assert msgspec.convert(msgspec.json.decode(text), PlannerOptions) == options
+
+
+@pytest.mark.parametrize("text", ["192.0.2.1", "x", "10.0.0.0/33", "10.0.0.0/8,y"])
+def test_an_external_ip_range_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--external-ips [^,]*: must be a CIDR, as 192.0.2.0/2"):
+        said("", external_ips=(text,))
+
+
 # --- single settings -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["auto", "ebpf"])
 def test_the_modes_that_this_version_has(mode: str) -> None:
-    require_supported_mode(Config(node_name="n", proxy_mode=mode))
+    require_supported(Config(node_name="n", proxy_mode=mode))
 
 
 def test_a_mode_that_this_version_has_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="proxy mode iptables: this version has eBPF mode only"):
-        require_supported_mode(Config(node_name="n", proxy_mode="iptables"))
+        require_supported(Config(node_name="n", proxy_mode="iptables"))
+
+
+@pytest.mark.parametrize(
+    ("command_line", "refused"),
+    [
+        ("--masquerade-all=true", True),
+        ("--masquerade-all=true --proxy-mode=nftables", True),
+        ("--masquerade-all=false", False),
+        ("", False),
+    ],
+)
+def test_masquerade_all_is_refused_as_long_as_there_is_no_packet_path(
+    command_line: str, refused: bool
+) -> None:
+    config = said(command_line).config
+    if not refused:
+        require_supported(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        require_supported(config)
+    assert str(error.value) == (
+        "masqueradeAll: needs the packet path, which this version does not have"
+    )
+
+
+def test_masquerade_all_of_a_mode_that_is_not_chosen_is_nothing() -> None:
+    require_supported(said("", "nftables: {masqueradeAll: true}").config)
+    require_supported(said("", "mode: nftables\niptables: {masqueradeAll: true}").config)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,15 @@ import itertools
 
 import pytest
 
-from ebpflb.model import Backend, EndpointSlice, Family, Protocol, ServicePortName, SlicePort
+from ebpflb.model import (
+    Backend,
+    EndpointSlice,
+    Family,
+    Hints,
+    Protocol,
+    ServicePortName,
+    SlicePort,
+)
 from ebpflb.planner.endpoints import usable_endpoints
 from tests.builders import (
     NODE,
@@ -29,7 +37,7 @@ HTTP = SlicePort("http", Protocol.TCP, 8080)
 
 
 def union(*slices: EndpointSlice, name: ServicePortName | None = None) -> list[Backend]:
-    return list(usable_endpoints(slices, name or port_name(), node=NODE))
+    return list(usable_endpoints(slices, name or port_name(), node=NODE).backends)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +132,53 @@ def test_an_endpoint_that_is_terminating_from_the_start_takes_nothing_b_59() -> 
 def test_an_endpoint_without_a_node_is_not_local_ep_04() -> None:
     piece = endpoint_slice(at(A, ""))
     assert union(piece) == [backend(A)]
-    assert list(usable_endpoints([piece], port_name(), node="")) == [backend(A)]
+    assert usable_endpoints([piece], port_name(), node="").backends == (backend(A),)
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+def hints_of(*slices: EndpointSlice) -> tuple[Hints, ...]:
+    return usable_endpoints(slices, port_name(), node=NODE).hints
+
+
+def test_hints_are_a_column_beside_the_backends() -> None:
+    piece = endpoint_slice(at(B, zones="b"), at(C), at(A, zones="ab", nodes=[NODE]))
+    assert union(piece) == [backend(A), backend(B), backend(C)]
+    assert hints_of(piece) == (Hints(("a", "b"), (NODE,)), Hints(("b",)), Hints())
+
+
+def test_there_is_no_column_where_nobody_has_hints() -> None:
+    assert hints_of(endpoint_slice(at(A), at(B))) == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        pytest.param(at(A, zones="a"), at(A, zones="a"), Hints(("a",)), id="equal copies"),
+        pytest.param(at(A, zones="a"), at(A, zones="b"), Hints(("a", "b")), id="both count"),
+        pytest.param(at(A, zones="a"), at(A), Hints(("a",)), id="one without says nothing"),
+        pytest.param(
+            at(A, zones="a"),
+            at(A, state=TERMINATING, zones="b"),
+            Hints(("a",)),
+            id="those of the better state alone",
+        ),
+    ],
+)
+def test_an_endpoint_in_two_slices_has_the_hints_of_both(
+    one: Row, other: Row, expected: Hints
+) -> None:
+    for first, second in ((one, other), (other, one)):
+        slices = endpoint_slice(first, name="a"), endpoint_slice(second, name="b")
+        assert hints_of(*slices) == hints_of(endpoint_slice(first, second)) == (expected,)
+
+
+def test_unusable_endpoints_have_no_place_in_the_column() -> None:
+    piece = endpoint_slice(at(A, state=UNUSABLE, zones="a"), at(B, zones="b"))
+    assert hints_of(piece) == (Hints(("b",)),)
+
+
+def test_slices_with_and_without_hints_are_one_column() -> None:
+    slices = endpoint_slice(at(A, zones="a")), endpoint_slice(at(B))
+    assert hints_of(*slices) == (Hints(("a",)), Hints())

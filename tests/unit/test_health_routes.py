@@ -155,7 +155,7 @@ def test_adm_05_there_is_no_profiling(admin: dict[str, Route]) -> None:
 # --- servers -------------------------------------------------------------------------------------
 
 
-needs_ipv6 = pytest.mark.skipif(not health._has_ipv6(), reason="kernel lacks IPv6")
+needs_ipv6 = pytest.mark.skipif(not health.has_ipv6(), reason="kernel lacks IPv6")
 
 
 def free_port() -> int:
@@ -204,7 +204,7 @@ def test_all_addresses_are_those_of_both_families(wildcard: str) -> None:
 def test_all_addresses_are_those_of_ipv4_where_there_is_no_ipv6(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "_has_ipv6", lambda: False)
+    monkeypatch.setattr(health, "has_ipv6", lambda: False)
     port = free_port()
     with serving(f"0.0.0.0:{port}", healthz=lambda: text("ok")):
         assert got("127.0.0.1", port, "/healthz").status == 200

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from ebpflb.datapath.ebpf.rows import (
     ListedService,
     MemberRow,
     NameRow,
+    NodeAddressRow,
     PortRow,
     ProbeRow,
     ServiceBackend,
@@ -42,6 +45,7 @@ from ebpflb.model import (
     ServicePortName,
     Verdict,
     parse_address,
+    parse_network,
 )
 from tests.builders import backend, cluster_ip, pod_ip, port_name
 from tests.memory_tables import ManualGate, MemoryTables
@@ -51,18 +55,25 @@ NAMES = {1: "default/web:http", 2: "default/dns"}
 
 def planned(
     name: ServicePortName,
-    *backends: Backend,
+    *cluster: Backend,
+    local: Sequence[Backend] | None = None,
     draining: Sequence[Backend] = (),
-    external: Sequence[Backend] | None = None,
     frontends: Sequence[tuple[str, int, FrontendKind]] = (),
+    internal: Policy = Policy.CLUSTER,
+    external: Policy = Policy.CLUSTER,
     affinity_s: int = 0,
-    nothing: Verdict = Verdict.REJECT,
     socket_lb: bool = True,
+    source_ranges: Sequence[str] = (),
+    node_in_ranges: bool = True,
 ) -> PlannedPort:
-    """A service port with the frontends given, else one ClusterIP."""
+    """A service port with the frontends given, else one ClusterIP.
+
+    The local set is what of the cluster set is local, where it is not said.
+    """
 
     def selection(chosen: Sequence[Backend]) -> Selection:
         ordered = tuple(sorted(chosen, key=lambda one: (one.address, one.port)))
+        nothing = Verdict.DROP if cluster or draining else Verdict.REJECT
         return Selection(Verdict.FORWARD if ordered else nothing, ordered)
 
     dialled = frontends or [(cluster_ip(10, name.family), 80, FrontendKind.CLUSTER_IP)]
@@ -72,13 +83,15 @@ def planned(
             Frontend(parse_address(address), port, name.protocol, kind)
             for address, port, kind in dialled
         ),
-        internal=selection(backends),
-        external=None if external is None else selection(external),
+        cluster=selection(cluster),
+        local=selection([one for one in cluster if one.local] if local is None else local),
         draining=tuple(draining),
         affinity_s=affinity_s,
-        internal_policy=Policy.CLUSTER,
-        external_policy=Policy.LOCAL if external is not None else Policy.CLUSTER,
+        internal_policy=internal,
+        external_policy=external,
         socket_lb=socket_lb,
+        source_ranges=tuple(map(parse_network, source_ranges)),
+        node_in_ranges=node_in_ranges,
     )
 
 
@@ -104,8 +117,8 @@ def listed(
 
 
 PORT_KEYS = (
-    "slot id service protocol family internal_base internal_count internal_flags internal_policy "
-    "external_base external_count external_flags external_policy draining affinity_seconds"
+    "slot id service protocol family flags cluster_base cluster_count cluster_flags "
+    "local_base local_count local_flags draining affinity_seconds"
 )
 SERVICE_KEYS = (
     "service id protocol affinity_seconds frontends backends internal_policy external_policy "
@@ -120,6 +133,7 @@ SERVICE_KEYS = (
     ("row", "promised"),
     [
         (FrontendRow, "address port protocol type scope id service"),
+        (NodeAddressRow, "address"),
         (PortRow, PORT_KEYS),
         (BackendRow, "slot address port flags ranges id service"),
         (AffinityRow, "client path address port age_seconds id service"),
@@ -131,7 +145,7 @@ SERVICE_KEYS = (
         (NameRow, "id service"),
         (
             SettingsRow,
-            "host_netns udp_timeout_seconds udp_stream_timeout_seconds programs options",
+            "host_netns udp_timeout_seconds udp_stream_timeout_seconds programs flags options",
         ),
         (ServiceFrontend, "address port type"),
         (ServiceBackend, "address port state local"),
@@ -143,6 +157,46 @@ SERVICE_KEYS = (
 def test_json_keys_are_as_documented(row: type[msgspec.Struct], promised: str) -> None:
     assert row.__struct_fields__ == tuple(promised.split())
     assert row.__struct_encode_fields__ == row.__struct_fields__
+
+
+ROWS = {
+    "frontends": FrontendRow,
+    "node_addrs": NodeAddressRow,
+    "ports": PortRow,
+    "backends": BackendRow,
+    "affinity": AffinityRow,
+    "members": MemberRow,
+    "udp_conn": UdpConnRow,
+    "connections": ConnectionsRow,
+    "stats": StatRow,
+    "probe": ProbeRow,
+    "names": NameRow,
+    "settings": SettingsRow,
+}
+WORDS = {
+    "frontends": ("SCOPE_",),
+    "ports": ("PORT_", "SET_", "WORD_"),
+    "backends": ("BACKEND_", "SET_"),
+    "members": ("MEMBER_",),
+    "stats": ("STAT_",),
+    "settings": ("SETTING_",),
+}
+"""The enums whose words stand in the rows of a map."""
+
+
+@pytest.mark.parametrize("name", inspect.DUMPABLE)
+def test_the_keys_and_words_of_each_map_are_in_the_documentation(name: str) -> None:
+    text = Path(__file__).parents[2].joinpath("docs/commands.md").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    described = line.split("|", 2)[2]
+    keys = ROWS[name].__struct_fields__
+    said = [
+        word for word in re.findall(r"`(\w+)`", described) if word in keys or word not in abi.MAPS
+    ]
+    assert said == [*keys]
+    words = set(re.findall(r"\w+", described))
+    for prefix in WORDS.get(name, ()):
+        assert set(abi.names_of(prefix).values()) <= words
 
 
 def test_every_map_is_either_dumped_or_socket_storage() -> None:
@@ -170,37 +224,87 @@ def test_frontends_show_addresses_words_and_names_by_address() -> None:
     assert {row.scope for row in found} == {"internal"}
 
 
-def test_ports_show_ranges_flags_and_policies() -> None:
+def test_frontends_show_their_kind_and_scope_and_ports_whom_they_refuse() -> None:
+    """LB-05, LB-06"""
+    dialled = [
+        (cluster_ip(10), 80, FrontendKind.CLUSTER_IP),
+        ("0.0.0.0", 30080, FrontendKind.NODE_PORT),
+        ("198.51.100.1", 80, FrontendKind.EXTERNAL_IP),
+        ("203.0.113.9", 80, FrontendKind.LOAD_BALANCER),
+    ]
+    seen = snapshot(
+        planned(port_name(), frontends=dialled, source_ranges=["192.0.2.0/24"]),
+        planned(
+            port_name("none"),
+            frontends=[("203.0.113.10", 80, FrontendKind.LOAD_BALANCER)],
+            source_ranges=["192.0.2.0/24"],
+            node_in_ranges=False,
+        ),
+    )
+    found = [row for row in rows.frontend_rows(seen.frontends, seen.names) if row.service]
+    assert [(row.address, row.port, row.type, row.scope) for row in found] == [
+        ("0.0.0.0", 30080, "NodePort", "external"),
+        (cluster_ip(10), 80, "ClusterIP", "internal"),
+        ("198.51.100.1", 80, "ExternalIP", "external"),
+        ("203.0.113.9", 80, "LoadBalancer", "external"),
+        ("203.0.113.10", 80, "LoadBalancer", "external"),
+    ]
+    assert {row.service: row.flags for row in rows.port_rows(seen.ports, seen.names)} == {
+        "default/web:http": ["lb_no_pods"],
+        "default/none:http": ["lb_no_pods", "lb_no_host"],
+    }
+
+
+def test_node_addresses_are_ipv4_first_and_in_numeric_order() -> None:
+    texts = ["fd50::1", "192.168.50.10", "192.168.50.9", "fd50::10", "fd50::2"]
+    assert [row.address for row in rows.node_address_rows(map(parse_address, texts))] == [
+        "192.168.50.9",
+        "192.168.50.10",
+        "fd50::1",
+        "fd50::2",
+        "fd50::10",
+    ]
+
+
+def test_ports_show_both_sets_and_their_flags() -> None:
     seen = snapshot(
         planned(
             port_name(),
             backend(pod_ip(1)),
-            backend(pod_ip(2)),
+            backend(pod_ip(2), local=True),
             draining=[backend(pod_ip(3), terminating=True)],
-            external=[backend(pod_ip(2))],
+            external=Policy.LOCAL,
             affinity_s=60,
         ),
-        planned(port_name("none", ""), nothing=Verdict.DROP),
+        planned(
+            port_name("far", family=Family.IPV6),
+            backend(pod_ip(1, Family.IPV6)),
+            internal=Policy.LOCAL,
+        ),
+        planned(port_name("none", ""), socket_lb=False),
     )
-    none, web = rows.port_rows(seen.ports, seen.names)
+    far, none, web = rows.port_rows(seen.ports, seen.names)
     assert web == PortRow(
-        slot=1,
-        id=seen.ports[1].id,
+        slot=2,
+        id=seen.ports[2].id,
         service="default/web:http",
         protocol="TCP",
         family="IPv4",
-        internal_base=0,
-        internal_count=2,
-        internal_flags=["affinity"],
-        internal_policy="Cluster",
-        external_base=3,
-        external_count=1,
-        external_flags=["affinity"],
-        external_policy="Local",
+        flags=["external_local"],
+        cluster_base=1,
+        cluster_count=2,
+        cluster_flags=["affinity"],
+        local_base=4,
+        local_count=1,
+        local_flags=["affinity"],
         draining=1,
         affinity_seconds=60,
     )
-    assert (none.internal_count, none.internal_flags) == (0, ["none_local"])
+    assert (far.flags, far.family) == (["internal_local", "ipv6"], "IPv6")
+    assert (far.cluster_count, far.cluster_flags) == (1, [])
+    assert (far.local_count, far.local_flags) == (0, ["none_local"])
+    assert (none.cluster_count, none.cluster_flags) == (0, ["none", "untouched"])
+    assert (none.local_count, none.local_flags) == (0, ["none", "untouched"])
 
 
 def test_backends_show_in_which_ranges_each_slot_is() -> None:
@@ -209,22 +313,30 @@ def test_backends_show_in_which_ranges_each_slot_is() -> None:
             port_name(),
             backend(pod_ip(1), local=True),
             draining=[backend(pod_ip(2), terminating=True)],
-            external=[backend(pod_ip(1), local=True)],
         )
     )
     found = rows.backend_rows(seen)
     assert [(row.slot, row.address, row.flags, row.ranges) for row in found] == [
-        (0, pod_ip(1), ["local"], ["internal", "external"]),
+        (0, pod_ip(1), ["local"], ["cluster"]),
         (1, pod_ip(2), ["terminating"], ["draining"]),
+        (2, pod_ip(1), ["local"], ["local"]),
     ]
     assert {row.service for row in found} == {"default/web:http"}
+
+
+def test_a_slot_that_both_words_name_is_in_both_ranges() -> None:
+    seen = snapshot(planned(port_name(), backend(pod_ip(1), local=True)))
+    (port,) = seen.ports
+    (row, *_) = rows.backend_rows(seen._replace(local=seen.cluster))
+    assert row.ranges == ["cluster", "local"]
+    assert row.id == port.id
 
 
 def test_a_slot_of_another_owner_is_shown_as_foreign() -> None:
     seen = snapshot(planned(port_name(), backend(pod_ip(1))))
     (port,) = seen.ports
-    (slot,) = seen.backends[port.id]
-    (row,) = rows.backend_rows(seen._replace(backends={port.id: (slot._replace(owner=77),)}))
+    (slot,) = seen.cluster[port.id]
+    (row,) = rows.backend_rows(seen._replace(cluster={port.id: (slot._replace(owner=77),)}))
     assert (row.flags, row.id, row.service) == (["foreign"], 77, None)
 
 
@@ -257,22 +369,23 @@ def test_affinity_shows_the_client_of_each_path_and_an_age() -> None:
 def test_members_show_the_role_by_service() -> None:
     seen = snapshot(
         planned(port_name("a", "", protocol=Protocol.UDP), backend(pod_ip(2))),
-        planned(port_name("b", ""), backend(pod_ip(1)), affinity_s=10),
+        planned(port_name("b", ""), backend(pod_ip(1), local=True), affinity_s=10),
     )
     found = rows.member_rows(seen.members, seen.names)
     assert [(row.service, row.address, row.port, row.role) for row in found] == [
         ("default/a", pod_ip(2), 8080, "serving"),
-        ("default/b", pod_ip(1), 8080, "internal"),
+        ("default/b", pod_ip(1), 8080, "cluster"),
+        ("default/b", pod_ip(1), 8080, "local"),
     ]
 
 
 def test_connected_udp_sockets_show_cookies_and_backend() -> None:
     layout = abi.LAYOUTS["udp_conn"]
     items = [
-        (struct.pack("=Q", 30), layout.pack(parse_address("127.0.0.1"), bytes(2), 5, 8)),
+        (struct.pack("=Q", 30), layout.pack(parse_address("127.0.0.1"), bytes(2), 0, 0, 5, 8)),
         (
             struct.pack("=Q", 20),
-            layout.pack(parse_address(pod_ip(1)), (53).to_bytes(2), 2, 7),
+            layout.pack(parse_address(pod_ip(1)), (53).to_bytes(2), 0, 0, 2, 7),
         ),
     ]
     assert rows.udp_conn_rows(items, NAMES) == [
@@ -292,7 +405,7 @@ def test_connections_are_those_of_the_slot() -> None:
 
 def test_a_probe_is_shown_for_the_hooks_that_met_one() -> None:
     entries = [bytes(abi.LAYOUTS["probe"].size)] * abi.CONSTANTS["HOOK_COUNT"]
-    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 44, 3)
+    entries[abi.CONSTANTS["HOOK_CONNECT6"]] = abi.LAYOUTS["probe"].pack(44, 44, 3, 1)
     assert rows.probe_rows(entries) == [ProbeRow("connect6", 44, 3)]
 
 
@@ -316,8 +429,10 @@ def test_names_are_sorted_by_name_then_id() -> None:
     ids=["an object", "nothing", "half an object", "a list", "no text"],
 )
 def test_settings_survive_whatever_the_agent_left(left: bytes, options: dict[str, object]) -> None:
-    raw = abi.LAYOUTS["settings"].pack(3, 30 * 10**9, 120 * 10**9, 0xABC, left)
-    assert rows.settings_row(raw) == SettingsRow(3, 30, 120, "0000000000000abc", options)
+    flags = abi.CONSTANTS["SETTING_LOOPBACK4"] | abi.CONSTANTS["SETTING_TELLS_PODS6"] | 1 << 40
+    raw = abi.LAYOUTS["settings"].pack(3, 30 * 10**9, 120 * 10**9, 0xABC, flags, left)
+    words = ["loopback4", "tells_pods6", "0x10000000000"]
+    assert rows.settings_row(raw) == SettingsRow(3, 30, 120, "0000000000000abc", words, options)
 
 
 @pytest.mark.parametrize(
@@ -376,24 +491,26 @@ def test_protocols_are_entries_of_their_own_and_names_are_in_order() -> None:
     ]
 
 
+def dialled(family: Family = Family.IPV4) -> list[tuple[str, int, FrontendKind]]:
+    """A ClusterIP and a NodePort."""
+    return [
+        (cluster_ip(10, family), 80, FrontendKind.CLUSTER_IP),
+        ("::" if family is Family.IPV6 else "0.0.0.0", 30080, FrontendKind.NODE_PORT),
+    ]
+
+
 def test_frontends_stand_by_type_and_a_nodeport_is_a_star() -> None:
     (one,) = listed(
         planned(
             port_name(),
             backend(pod_ip(1)),
-            external=[backend(pod_ip(1))],
             frontends=[
                 ("203.0.113.9", 80, FrontendKind.LOAD_BALANCER),
                 ("198.51.100.1", 80, FrontendKind.EXTERNAL_IP),
-                ("0.0.0.0", 30080, FrontendKind.NODE_PORT),
-                (cluster_ip(10), 80, FrontendKind.CLUSTER_IP),
+                *dialled(),
             ],
         ),
-        planned(
-            port_name(family=Family.IPV6),
-            external=[],
-            frontends=[("::", 30080, FrontendKind.NODE_PORT)],
-        ),
+        planned(port_name(family=Family.IPV6), frontends=dialled(Family.IPV6)[1:]),
     )
     assert one.service.frontends == [
         ServiceFrontend(cluster_ip(10), 80, "ClusterIP"),
@@ -401,25 +518,137 @@ def test_frontends_stand_by_type_and_a_nodeport_is_a_star() -> None:
         ServiceFrontend("198.51.100.1", 80, "ExternalIP"),
         ServiceFrontend("203.0.113.9", 80, "LoadBalancer"),
     ]
+    assert one.frontend_marks == ("",) * 4
 
 
-def test_backends_are_those_of_both_scopes_and_what_drains() -> None:
+@pytest.mark.parametrize(
+    ("node_in_ranges", "mark"),
+    [
+        (True, "source ranges: not for pods"),
+        (False, "source ranges: not for pods nor this node"),
+    ],
+)
+def test_a_load_balancer_says_whom_its_source_ranges_refuse(
+    node_in_ranges: bool, mark: str
+) -> None:
+    """LB-05 to LB-07, as far as a socket can tell."""
     (one,) = listed(
         planned(
             port_name(),
-            backend(pod_ip(1)),
-            backend(pod_ip(2), terminating=True),
-            draining=[backend(pod_ip(4)), backend(pod_ip(5), terminating=True)],
-            external=[backend(pod_ip(3), local=True), backend(pod_ip(4))],
+            frontends=[*dialled(), ("203.0.113.9", 80, FrontendKind.LOAD_BALANCER)],
+            source_ranges=["192.0.2.0/24"],
+            node_in_ranges=node_in_ranges,
+        )
+    )
+    assert one.frontend_marks == ("", "", mark)
+
+
+HERE, THERE = backend(pod_ip(1), local=True), backend(pod_ip(2))
+HERE_ENDS = backend(pod_ip(3), local=True, terminating=True)
+THERE_ENDS = backend(pod_ip(4), terminating=True)
+ALL = (("ready", True, ""), ("ready", False, ""))
+
+
+@pytest.mark.parametrize(
+    ("internal", "external", "is_external", "shown"),
+    [
+        ("Cluster", "Cluster", False, ALL),
+        ("Cluster", "Local", False, ALL),
+        ("Local", "Cluster", False, ALL[:1]),
+        ("Cluster", "Cluster", True, ALL),
+        ("Cluster", "Local", True, (ALL[0], ("ready", False, "only ClusterIP+inside"))),
+        ("Local", "Cluster", True, (ALL[0], ("ready", False, "only inside+outside"))),
+        ("Local", "Local", True, (ALL[0], ("ready", False, "only inside"))),
+    ],
+    ids=[
+        "all, for a ClusterIP",
+        "the external policy is not a ClusterIP's",
+        "those on this node, for a ClusterIP that is Local",
+        "all, for everybody",
+        "all, but not from outside",
+        "all, but not for the ClusterIP",
+        "all, but only for those inside, at other frontends",
+    ],
+)
+def test_backends_are_those_to_whom_somebody_is_led(
+    internal: str, external: str, is_external: bool, shown: tuple[tuple[str, bool, str], ...]
+) -> None:
+    """POL-01 to POL-05, POL-07."""
+    (one,) = listed(
+        planned(
+            port_name(),
+            HERE,
+            THERE,
+            internal=Policy(internal),
+            external=Policy(external),
+            frontends=dialled() if is_external else (),
+        )
+    )
+    states = [(each.state, each.local) for each in one.service.backends]
+    assert [(*each, mark) for each, mark in zip(states, one.backend_marks, strict=True)] == [*shown]
+    policies = (one.service.internal_policy, one.service.external_policy)
+    assert policies == (internal, external)
+
+
+@pytest.mark.parametrize(
+    ("external", "is_external", "marks"),
+    [
+        ("Local", True, ("only ClusterIP+inside", "only outside")),
+        ("Cluster", True, ("", "")),
+        ("Local", False, ("", "")),
+    ],
+    ids=["its own set is used", "its own set is not used", "there is no outside"],
+)
+def test_a_local_set_that_fell_back_is_shown_as_terminating(
+    external: str, is_external: bool, marks: tuple[str, str]
+) -> None:
+    """TOP-14: it takes new connections from outside, while those inside go to what is ready."""
+    (one,) = listed(
+        planned(
+            port_name(),
+            THERE,
+            local=[HERE_ENDS],
+            external=Policy(external),
+            frontends=dialled() if is_external else (),
         )
     )
     assert [(b.address, b.state, b.local) for b in one.service.backends] == [
-        (pod_ip(1), "ready", False),
-        (pod_ip(2), "terminating", False),
-        (pod_ip(3), "ready", True),
-        (pod_ip(4), "ready", False),
-        (pod_ip(5), "terminating", False),
+        (pod_ip(2), "ready", False),
+        (pod_ip(3), "terminating", True),
     ]
+    assert one.backend_marks == marks
+
+
+def test_what_drains_is_shown_as_terminating() -> None:
+    (one,) = listed(
+        planned(
+            port_name(),
+            HERE,
+            draining=[backend(pod_ip(9)), HERE_ENDS, THERE_ENDS],
+            frontends=dialled(),
+        )
+    )
+    assert [(b.address, b.state, b.local) for b in one.service.backends] == [
+        (pod_ip(1), "ready", True),
+        (pod_ip(3), "terminating", True),
+        (pod_ip(4), "terminating", False),
+    ]
+    assert one.backend_marks == ("", "", "")
+
+
+def test_each_family_has_its_own_sets() -> None:
+    here6, there6 = backend(pod_ip(1, Family.IPV6), local=True), backend(pod_ip(2, Family.IPV6))
+    (one,) = listed(
+        planned(port_name(), HERE, THERE, external=Policy.LOCAL, frontends=dialled()),
+        planned(port_name(family=Family.IPV6), here6, there6, external=Policy.LOCAL),
+    )
+    assert [b.address for b in one.service.backends] == [
+        pod_ip(1),
+        pod_ip(2),
+        pod_ip(1, Family.IPV6),
+        pod_ip(2, Family.IPV6),
+    ]
+    assert one.backend_marks == ("", "only ClusterIP+inside", "", "")
 
 
 def test_backends_of_one_address_are_in_the_order_of_their_ports() -> None:
@@ -433,9 +662,11 @@ def test_backends_of_one_address_are_in_the_order_of_their_ports() -> None:
     ]
 
 
-V4_ONLY = planned(port_name(), backend(pod_ip(1)))
+V4_ONLY = planned(port_name(), THERE)
 V6_NONE = planned(port_name(family=Family.IPV6))
 V4_NONE = planned(port_name())
+V4_OUTSIDE = planned(port_name(), THERE, external=Policy.LOCAL, frontends=dialled())
+V6_ALL = planned(port_name(family=Family.IPV6), backend(pod_ip(1, Family.IPV6)))
 
 
 @pytest.mark.parametrize(
@@ -445,9 +676,30 @@ V4_NONE = planned(port_name())
         ([V4_NONE], ("none: refused",)),
         ([V4_NONE, V6_NONE], ("none: refused",)),
         ([V4_ONLY, V6_NONE], ("IPv6 none: refused",)),
-        ([planned(port_name(), nothing=Verdict.DROP)], ("none on this node: refused",)),
-        ([planned(port_name(), draining=[backend(pod_ip(2))])], ("none: refused",)),
-        ([planned(port_name(), backend(pod_ip(1)), socket_lb=False)], ("left to others",)),
+        (
+            [planned(port_name(), THERE, internal=Policy.LOCAL)],
+            ("none on this node: refused",),
+        ),
+        (
+            [planned(port_name(), THERE, internal=Policy.LOCAL, frontends=dialled())],
+            ("none on this node for ClusterIP: refused",),
+        ),
+        ([V4_OUTSIDE], ("none on this node for outside: refused",)),
+        ([V4_OUTSIDE, V6_ALL], ("IPv4 none on this node for outside: refused",)),
+        (
+            [
+                planned(
+                    port_name(),
+                    THERE,
+                    internal=Policy.LOCAL,
+                    external=Policy.LOCAL,
+                    frontends=dialled(),
+                )
+            ],
+            ("none on this node for ClusterIP+outside: refused",),
+        ),
+        ([planned(port_name(), external=Policy.LOCAL, frontends=dialled())], ("none: refused",)),
+        ([planned(port_name(), THERE, socket_lb=False)], ("left to others",)),
     ],
     ids=[
         "an endpoint",
@@ -455,13 +707,18 @@ V4_NONE = planned(port_name())
         "no endpoint of either family",
         "no endpoint of one family",
         "none that the policy allows",
-        "only one that drains",
+        "none that the internal policy allows",
+        "none that the external policy allows",
+        "none that the external policy allows, of one family",
+        "none that either policy allows",
+        "no endpoint, whatever the policy",
         "excluded from the socket path",
     ],
 )
 def test_notes_say_what_reaches_no_backend(
     ports: list[PlannedPort], notes: tuple[str, ...]
 ) -> None:
+    """NOEP-01 to NOEP-06."""
     (one,) = listed(*ports)
     assert one.notes == notes
 

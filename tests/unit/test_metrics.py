@@ -43,6 +43,8 @@ ROWS = (
         "gauge",
         {"traffic_policy", "ip_family"},
     ),
+    Row("22", "kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC_S),
+    Row("23", "kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
     Row("18", "kubeproxy_proxy_healthz_total", "counter", {"code"}),
     Row("19", "kubeproxy_proxy_livez_total", "counter", {"code"}),
     Row("27", "rest_client_requests_total", "counter", {"code", "method", "host"}),

@@ -13,6 +13,9 @@ from ebpflb.model import (
     format_endpoint,
     is_canonical,
     parse_address,
+    parse_network,
+    special_use,
+    unspecified,
 )
 from tests.builders import port_name, service_key
 
@@ -61,6 +64,65 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["010.96.0.1", "::ffff:10.96.0.1", "FD96::1", "fd96:0:0::1"])
 def test_an_address_that_is_not_written_as_it_should_be_is_known(text: str) -> None:
     assert not is_canonical(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed", "inside", "outside"),
+    [
+        pytest.param("10.0.0.0/8", "10.0.0.0/8", "10.255.0.1", "11.0.0.1", id="IPv4"),
+        pytest.param(" 10.1.2.3/8\t", "10.0.0.0/8", "10.0.0.0", "9.255.255.255", id="FAM-04"),
+        pytest.param("0.0.0.0/0", "0.0.0.0/0", "203.0.113.1", "::1", id="every IPv4 address"),
+        pytest.param("::/0", "::/0", "fd00::1", "203.0.113.1", id="every IPv6 address"),
+        pytest.param("::ffff:10.0.0.0/104", "10.0.0.0/8", "10.1.1.1", "fd00::1", id="mapped"),
+        pytest.param("FD00::1/48", "fd00::/48", "fd00:0:0:f::1", "fd00:0:1::", id="IPv6"),
+        pytest.param("192.0.2.1/32", "192.0.2.1/32", "192.0.2.1", "192.0.2.2", id="one address"),
+    ],
+)
+def test_a_network_holds_addresses_of_its_family(
+    text: str, printed: str, inside: str, outside: str
+) -> None:
+    network = parse_network(text)
+    assert str(network) == printed
+    assert parse_address(inside) in network
+    assert parse_address(outside) not in network
+    assert parse_network(printed) == network
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "10.0.0.0", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0.0/8/8", "10.0/8"),
+        *("fd00::/129", "fe80::%eth0/64", "::ffff:10.0.0.0/8", "x/8", "10.0.0.0/\u0668"),
+    ],
+)
+def test_what_is_no_network_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the text says which
+        parse_network(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "use"),
+    [
+        ("127.0.0.1", "a loopback address"),
+        ("::1", "a loopback address"),
+        ("169.254.169.254", "a link-local address"),
+        ("febf::1", "a link-local address"),
+        ("239.1.1.1", "a multicast address"),
+        ("ff02::1", "a multicast address"),
+        ("0.0.0.0", "the unspecified address"),
+        ("::", "the unspecified address"),
+        ("192.0.2.1", ""),
+        ("fec0::1", ""),
+        ("0.0.0.1", ""),
+        ("240.0.0.1", ""),
+    ],
+)
+def test_addresses_that_are_no_single_nodes_or_services_sec_03(text: str, use: str) -> None:
+    assert special_use(parse_address(text)) == use
+
+
+def test_the_unspecified_addresses() -> None:
+    assert [format_address(unspecified(family)) for family in Family] == ["0.0.0.0", "::"]
 
 
 def test_an_ipv6_endpoint_prints_in_brackets() -> None:

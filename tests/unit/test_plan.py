@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from ebpflb.model import (
     ApiObject,
     Deleted,
+    EndpointSlice,
     Event,
     Family,
+    LocalAddresses,
     Node,
+    NodePorts,
     Policy,
     Protocol,
     Refused,
@@ -25,17 +29,22 @@ from ebpflb.model import (
     Synced,
     Upserted,
     Verdict,
+    format_endpoint,
+    parse_address,
 )
 from ebpflb.planner.plan import Planner, PlanUpdate
 from tests.builders import (
     NODE,
     READY,
     TERMINATING,
+    UNUSABLE,
     Row,
     at,
     backend,
     cluster_ip,
     endpoint_slice,
+    new_planner,
+    node,
     pod_ip,
     port_name,
     service,
@@ -44,6 +53,7 @@ from tests.builders import (
 )
 
 A, B, C = pod_ip(10), pod_ip(11), pod_ip(12)
+P80, P81 = SlicePort("http", Protocol.TCP, 8080), SlicePort("more", Protocol.TCP, 8081)
 A6 = pod_ip(10, Family.IPV6)
 WEB = port_name()
 V6 = cluster_ip(10, Family.IPV6)
@@ -56,8 +66,8 @@ def tell(planner: Planner, *changes: ApiObject | Event) -> PlanUpdate:
     return planner.update()
 
 
-def planner_of(*changes: ApiObject | Event) -> Planner:
-    planner = Planner(NODE)
+def planner_of(*changes: ApiObject | Event, **options: Any) -> Planner:
+    planner = new_planner(**options)
     tell(planner, *changes)
     return planner
 
@@ -65,7 +75,7 @@ def planner_of(*changes: ApiObject | Event) -> Planner:
 def endpoints(planner: Planner, name: ServicePortName = WEB) -> list[str]:
     """Show a planned port's internal backends as ``address:port``."""
     backends = planner.plan.ports[name].internal.backends
-    return [f"{'.'.join(map(str, each.address[12:]))}:{each.port}" for each in backends]
+    return [format_endpoint(each.address, each.port) for each in backends]
 
 
 def verdict(planner: Planner, name: ServicePortName = WEB) -> Verdict:
@@ -82,8 +92,9 @@ def test_a_service_and_its_slice_make_a_planned_port() -> None:
     port = planner.plan.ports[WEB]
     assert port.name == WEB
     assert [each.port for each in port.frontends] == [80]
-    assert port.internal == Selection(Verdict.FORWARD, (backend(A, local=True), backend(B)))
-    assert port.external is None
+    assert port.cluster == Selection(Verdict.FORWARD, (backend(A, local=True), backend(B)))
+    assert port.local == Selection(Verdict.FORWARD, (backend(A, local=True),))
+    assert (port.internal, port.external) == (port.cluster, None)
     assert port.draining == (backend(C, terminating=True),)
     assert (port.affinity_s, port.internal_policy) == (60, Policy.CLUSTER)
     assert not planner.rejected
@@ -96,7 +107,7 @@ def test_every_order_of_arrival_ends_in_the_same_plan_ep_10(order: tuple[int, ..
         endpoint_slice(at(A), name="a"),
         endpoint_slice(at(B), name="b"),
     ]
-    at_once, one_by_one = Planner(NODE), Planner(NODE)
+    at_once, one_by_one = new_planner(), new_planner()
     tell(at_once, *(objects[i] for i in order))
     for i in order:
         tell(one_by_one, objects[i])
@@ -117,7 +128,7 @@ def test_every_order_of_deletion_ends_empty_b_79(order: tuple[int, ...]) -> None
 
 
 def test_a_deletion_before_the_creation_and_of_what_never_was_does_nothing() -> None:
-    planner = Planner(NODE)
+    planner = new_planner()
     update = tell(planner, Deleted(service_key()), Deleted(slice_key()), Synced(), Node(NODE))
     assert update.changed == frozenset()
     assert tell(planner, service()).changed == {WEB}
@@ -144,153 +155,12 @@ def test_a_service_made_anew_with_another_address_is_served_there_svc_09() -> No
     assert planner.plan.ports[WEB].frontends[0].address[15] == 11
 
 
-# --- upstream's endpoint vectors -----------------------------------------------------------------
+# --- slices that change --------------------------------------------------------------------------
 
-P11 = SlicePort("http", Protocol.TCP, 11)
-P12 = SlicePort("more", Protocol.TCP, 12)
 TWO_PORTS = service(
     ports=[ServicePort("http", Protocol.TCP, 80), ServicePort("more", Protocol.TCP, 81)]
 )
 MORE = port_name(port="more")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "changed", "web", "more"),
-    [
-        pytest.param([], [], set(), [], [], id="TV-E01 nothing"),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])],
-            [endpoint_slice(at(A), ports=[P11])],
-            set(),
-            [f"{A}:11"],
-            [],
-            id="TV-E02 no change",
-        ),
-        pytest.param(
-            [],
-            [endpoint_slice(at(A), ports=[P11])],
-            {WEB},
-            [f"{A}:11"],
-            [],
-            id="TV-E05 TV-E14 the first endpoint",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])], [Deleted(slice_key())], {WEB}, [], [], id="TV-E06"
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])],
-            [endpoint_slice(at(A), at(B), ports=[P11, P12])],
-            {WEB, MORE},
-            [f"{A}:11", f"{B}:11"],
-            [f"{A}:12", f"{B}:12"],
-            id="TV-E07 an address and a port more",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), at(B), ports=[P11, P12])],
-            [endpoint_slice(at(A), ports=[P11])],
-            {WEB, MORE},
-            [f"{A}:11"],
-            [],
-            id="TV-E08 an address and a port less",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])],
-            [endpoint_slice(at(B), ports=[P12], name="web-2")],
-            {MORE},
-            [f"{A}:11"],
-            [f"{B}:12"],
-            id="TV-E09 a slice with the other port",
-        ),
-        pytest.param(
-            [
-                endpoint_slice(at(A), ports=[P11]),
-                endpoint_slice(at(B), ports=[P12], name="web-2"),
-            ],
-            [Deleted(slice_key("web-2"))],
-            {MORE},
-            [f"{A}:11"],
-            [],
-            id="TV-E10 a slice less",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])],
-            [endpoint_slice(at(A), ports=[SlicePort("more", Protocol.TCP, 11)])],
-            {WEB, MORE},
-            [],
-            [f"{A}:11"],
-            id="TV-E11 a port renamed",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), ports=[P11])],
-            [endpoint_slice(at(A), ports=[SlicePort("http", Protocol.TCP, 22)])],
-            {WEB},
-            [f"{A}:22"],
-            [],
-            id="TV-E12 a port renumbered",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), name="a")],
-            [endpoint_slice(at(A), name="b"), Deleted(slice_key("a"))],
-            set(),
-            [f"{A}:8080"],
-            [],
-            id="TV-E16 an endpoint moves, added first",
-        ),
-        pytest.param(
-            [endpoint_slice(at(A), name="a")],
-            [Deleted(slice_key("a")), endpoint_slice(at(A), name="b")],
-            set(),
-            [f"{A}:8080"],
-            [],
-            id="TV-E16 an endpoint moves, removed first",
-        ),
-    ],
-)
-def test_endpoints_follow_the_slices(
-    before: list[ApiObject],
-    after: list[ApiObject | Event],
-    changed: set[ServicePortName],
-    web: list[str],
-    more: list[str],
-) -> None:
-    planner = planner_of(TWO_PORTS, *before)
-    assert tell(planner, *after).changed == changed
-    assert endpoints(planner) == web
-    assert endpoints(planner, MORE) == more
-
-
-def test_many_changes_in_one_update_give_the_exact_union_tv_e13() -> None:
-    def piece(ns: int, name: str, *rows: Row) -> ApiObject:
-        return endpoint_slice(*rows, namespace=f"ns{ns}", name=name)
-
-    planner = planner_of(
-        *(service(namespace=f"ns{n}", cluster_ips=[cluster_ip(n)]) for n in range(1, 5)),
-        piece(1, "a", at(A, NODE)),
-        piece(2, "a", at(A), at(B, NODE)),
-        piece(2, "b", at(C, NODE)),
-        piece(4, "a", at(A, NODE), at(B, NODE)),
-    )
-    update = tell(
-        planner,
-        piece(1, "a", at(A, NODE), at(B)),
-        piece(2, "a", at(A)),
-        Deleted(slice_key("b", namespace="ns2")),
-        piece(3, "a", at(C)),
-        piece(4, "a", at(B, NODE), at(A, NODE)),
-    )
-    names = [port_name(namespace=f"ns{n}") for n in range(1, 5)]
-    assert update.changed == {*names[:3]}
-    assert [endpoints(planner, name) for name in names] == [
-        [f"{A}:8080", f"{B}:8080"],
-        [f"{A}:8080"],
-        [f"{C}:8080"],
-        [f"{A}:8080", f"{B}:8080"],
-    ]
-
-
-def test_the_other_familys_slices_change_nothing_tv_e19() -> None:
-    planner = planner_of(service(), endpoint_slice(at(A)))
-    assert tell(planner, endpoint_slice(at(A6), name="web-6")).changed == frozenset()
 
 
 def test_each_family_of_a_dual_stack_service_has_its_own_endpoints_fam_01() -> None:
@@ -315,7 +185,7 @@ def test_each_family_of_a_dual_stack_service_has_its_own_endpoints_fam_01() -> N
 def test_a_shrunk_slice_leaves_no_residue_b_75(rows: list[Row]) -> None:
     planner = planner_of(service(), endpoint_slice(*(at(pod_ip(n)) for n in range(10, 14))))
     tell(planner, endpoint_slice(*rows))
-    assert endpoints(planner) == [f"{address}:8080" for address, _, _ in rows]
+    assert endpoints(planner) == [f"{row.address}:8080" for row in rows]
 
 
 def test_a_slice_relabelled_to_another_service_moves_its_endpoints() -> None:
@@ -432,7 +302,7 @@ def test_a_slice_that_stops_being_ours_takes_its_endpoints_and_brings_them_back_
 
 
 def test_a_refused_object_is_reported_once_and_again_when_it_is_mended() -> None:
-    planner, refused = Planner(NODE), Refused(service_key(), "no name")
+    planner, refused = new_planner(), Refused(service_key(), "no name")
     update = tell(planner, refused)
     assert update.rejected == planner.rejected == (Rejected(service_key(), "no name"),)
     assert tell(planner, refused).rejected == ()
@@ -494,7 +364,7 @@ def test_a_port_that_loses_an_address_does_not_cost_the_services_other_ports() -
 
 def test_two_ports_with_one_name_are_reported_port_01() -> None:
     twice = [ServicePort("http", Protocol.TCP, 80), ServicePort("http", Protocol.TCP, 81)]
-    update = tell(Planner(NODE), service(ports=twice))
+    update = tell(new_planner(), service(ports=twice))
     assert update.changed == {WEB}
     assert [each.reason for each in update.rejected] == [
         "port 81/TCP (IPv4) is not served: an earlier TCP port has the same name 'http'"
@@ -502,12 +372,13 @@ def test_two_ports_with_one_name_are_reported_port_01() -> None:
 
 
 def test_the_plan_is_one_view_that_shows_the_last_update() -> None:
-    planner = Planner(NODE)
+    planner = new_planner()
     plan = planner.plan
-    planner.apply(Upserted(service()))
+    planner.apply(Upserted(service(health_port=32000)))
     assert dict(plan.ports) == {}, "nothing is planned before the update"
     assert planner.update().plan is plan
     assert set(plan.ports) == {WEB}
+    assert set(plan.health_checks) == {service_key()}
 
 
 def test_seventy_thousand_endpoints_behind_one_service_are_planned() -> None:
@@ -518,3 +389,301 @@ def test_seventy_thousand_endpoints_behind_one_service_are_planned() -> None:
     slices = [endpoint_slice(*rows(n * 1000), name=f"web-{n}") for n in range(70)]
     planner = planner_of(service(), *slices)
     assert len(planner.plan.ports[WEB].internal.backends) == 70_000
+
+
+# --- the node itself -----------------------------------------------------------------------------
+
+GUARDED = service(ingress_ips=["192.0.2.1"], source_ranges=["10.1.0.0/16"])
+IN_RANGES, NOT_IN_RANGES = "10.1.2.3", "10.2.2.3"
+
+
+def test_a_change_of_the_nodes_zone_plans_anew_what_has_hints_top_11() -> None:
+    planner = planner_of(
+        node(zone="a"),
+        service(),
+        endpoint_slice(at(A, zones="a"), at(B, zones="b")),
+        service("other", cluster_ips=[cluster_ip(11)]),
+        endpoint_slice(at(C), name="other-1", service="other"),
+    )
+    assert endpoints(planner) == [f"{A}:8080"]
+    assert tell(planner, node(zone="b")).changed == {WEB}
+    assert endpoints(planner) == [f"{B}:8080"]
+    assert planner.plan.ports[WEB].draining == (backend(A),)
+    assert tell(planner, node(zone="c")).changed == {WEB}
+    assert endpoints(planner) == [f"{A}:8080", f"{B}:8080"]
+    assert tell(planner, node("192.0.2.9", zone="c")).changed == frozenset()
+    assert tell(planner, Deleted(Node(NODE).key)).changed == frozenset()
+    assert tell(planner, node(zone="a")).changed == {WEB}
+
+
+def test_another_nodes_zone_means_nothing() -> None:
+    planner = planner_of(
+        node(zone="a"), service(), endpoint_slice(at(A, zones="a"), at(B, zones="b"))
+    )
+    assert tell(planner, Node("node-9", zone="b")).changed == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("told", "local", "options", "expected"),
+    [
+        pytest.param(node(IN_RANGES), [], {}, True, id="LB-07 the Node's address is in"),
+        pytest.param(node(NOT_IN_RANGES), [], {}, False, id="LB-06 it is not"),
+        pytest.param(node(NOT_IN_RANGES, IN_RANGES), [], {}, True, id="any of them"),
+        pytest.param(node("fd00::1"), [], {}, False, id="another family's is not"),
+        pytest.param(
+            node(NOT_IN_RANGES),
+            [IN_RANGES, NOT_IN_RANGES],
+            {},
+            False,
+            id="of what interfaces have the Node's count",
+        ),
+        pytest.param(
+            node(NOT_IN_RANGES, IN_RANGES),
+            [NOT_IN_RANGES],
+            {},
+            False,
+            id="an address that is only translated to sends nothing",
+        ),
+        pytest.param(node(), [IN_RANGES], {}, True, id="a Node without addresses has its own"),
+        pytest.param(None, [IN_RANGES, "127.0.0.1"], {}, True, id="no Node"),
+        pytest.param(None, ["127.0.0.1"], {}, False, id="no Node, and no address of any use"),
+        pytest.param(
+            node(NOT_IN_RANGES), [], {"bind_address": IN_RANGES}, True, id="CFG-08 bindAddress"
+        ),
+        pytest.param(
+            node(NOT_IN_RANGES), [], {"bind_address": "0.0.0.0"}, False, id="CFG-08 that says none"
+        ),
+    ],
+)
+def test_whether_the_node_itself_is_in_the_source_ranges(
+    told: Node | None, local: list[str], options: dict[str, Any], expected: bool
+) -> None:
+    addresses = LocalAddresses(frozenset(map(parse_address, local)))
+    planner = planner_of(GUARDED, addresses, *([told] if told else []), **options)
+    port = planner.plan.ports[WEB]
+    assert (port.source_ranges, port.node_in_ranges) == (GUARDED.source_ranges, expected)
+
+
+def test_when_the_nodes_addresses_change_what_is_guarded_is_planned_anew() -> None:
+    planner = planner_of(
+        GUARDED, service("other", cluster_ips=[cluster_ip(11)]), node(NOT_IN_RANGES)
+    )
+    assert tell(planner, node(IN_RANGES)).changed == {WEB}
+    assert tell(planner, node(IN_RANGES, NOT_IN_RANGES)).changed == frozenset()
+    assert tell(planner, Deleted(node().key)).changed == {WEB}
+    local = LocalAddresses(frozenset([parse_address(IN_RANGES)]))
+    assert tell(planner, local).changed == {WEB}
+    assert tell(planner, local).changed == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "ipv4", "ipv6"),
+    [
+        pytest.param([], [], [], id="LB-05 without ranges nobody is kept out"),
+        pytest.param(["10.0.0.0/8"], ["10.0.0.0/8"], [], id="FAM-05 IPv6 is then unrestricted"),
+        pytest.param(
+            ["10.0.0.0/8", "fd00::/8"], ["10.0.0.0/8"], ["fd00::/8"], id="FAM-03 each its own"
+        ),
+    ],
+)
+def test_source_ranges_are_by_family(ranges: list[str], ipv4: list[str], ipv6: list[str]) -> None:
+    planner = planner_of(
+        service(
+            cluster_ips=[cluster_ip(10), V6],
+            ingress_ips=["192.0.2.1", "2001:db8::1"],
+            source_ranges=ranges,
+        )
+    )
+    ports = [planner.plan.ports[WEB], planner.plan.ports[port_name(family=Family.IPV6)]]
+    assert [list(map(str, port.source_ranges)) for port in ports] == [ipv4, ipv6]
+    assert [port.node_in_ranges for port in ports] == [not ipv4, not ipv6]
+
+
+def test_ranges_of_a_service_without_a_load_balancers_address_guard_nothing_lb_05() -> None:
+    planner = planner_of(service(external_ips=["192.0.2.1"], source_ranges=["10.0.0.0/8"]))
+    port = planner.plan.ports[WEB]
+    assert (port.source_ranges, port.node_in_ranges) == ((), True)
+
+
+def test_source_ranges_that_change_step_by_step_b_155() -> None:
+    planner = planner_of(GUARDED, service("other", cluster_ips=[cluster_ip(11)]))
+    for ranges in (["10.0.0.0/8"], ["10.0.0.0/8", "192.0.2.0/24"], [], ["10.0.0.0/8"]):
+        told = service(ingress_ips=["192.0.2.1"], source_ranges=ranges)
+        assert tell(planner, told).changed == {WEB}
+        assert list(map(str, planner.plan.ports[WEB].source_ranges)) == ranges
+
+
+@pytest.mark.parametrize(
+    ("options", "pod_cidrs", "families"),
+    [
+        pytest.param({}, (), "", id="MASQ-10 no range is no detector"),
+        pytest.param({"cluster_cidrs": ("10.0.0.0/8",)}, (), "4", id="MASQ-09 ClusterCIDR"),
+        pytest.param(
+            {"cluster_cidrs": ("10.0.0.0/8", "fd00::/48")}, (), "46", id="MASQ-09 of both families"
+        ),
+        pytest.param({}, ("10.0.0.0/24",), "", id="the Node's range is not asked for"),
+        pytest.param(
+            {"detect_local_mode": "NodeCIDR", "cluster_cidrs": ("10.0.0.0/8",)},
+            ("fd00::/64", "nonsense"),
+            "6",
+            id="MASQ-09 NodeCIDR",
+        ),
+        pytest.param({"detect_local_mode": "BridgeInterface"}, (), "46", id="MASQ-09 a bridge"),
+        pytest.param({"detect_local_mode": "InterfaceNamePrefix"}, (), "46", id="MASQ-09 a prefix"),
+    ],
+)
+def test_where_pods_can_be_told(
+    options: dict[str, Any], pod_cidrs: tuple[str, ...], families: str
+) -> None:
+    planner = planner_of(node(pod_cidrs=pod_cidrs), **options)
+    expected = {Family(int(each)) for each in families}
+    assert planner.plan.tells_pods == expected
+    if options.get("detect_local_mode") == "NodeCIDR":
+        assert planner_of(**options).plan.tells_pods == set(), "SYNC-10 it is not known yet"
+        assert tell(planner, Deleted(node().key)).plan.tells_pods == set()
+
+
+def test_node_ports_follow_the_addresses_that_come_and_go_np_05() -> None:
+    planner = planner_of(service())
+    assert planner.plan.node_ports == NodePorts(frozenset(), frozenset(Family))
+    for texts in (["192.0.2.1"], ["192.0.2.1", "fd00::1"], ["fd00::1"], []):
+        addresses = frozenset(map(parse_address, texts))
+        update = tell(planner, LocalAddresses(addresses))
+        assert update.changed == frozenset(), "no service port has another plan for it"
+        assert update.plan.node_ports.addresses == addresses
+        assert update.plan is planner.plan
+
+
+def test_node_ports_at_the_nodes_main_addresses_follow_the_node_np_06() -> None:
+    local = LocalAddresses(frozenset(map(parse_address, ["192.0.2.1", "192.0.2.2"])))
+    planner = planner_of(local, node_port_addresses=("primary",))
+    assert planner.plan.node_ports == NodePorts()
+    tell(planner, node("192.0.2.1", "192.0.2.2"))
+    assert planner.plan.node_ports.addresses == {parse_address("192.0.2.1")}
+    tell(planner, node("192.0.2.2"))
+    assert planner.plan.node_ports.addresses == {parse_address("192.0.2.2")}
+
+
+# --- health checks -------------------------------------------------------------------------------
+
+
+def local_counts(planner: Planner) -> dict[str, tuple[int, int]]:
+    return {
+        f"{key.namespace}/{key.name}": (check.port, check.endpoints)
+        for key, check in planner.plan.health_checks.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("slices", "count"),
+    [
+        pytest.param([], 0, id="HC-11 none at all"),
+        pytest.param([endpoint_slice(at(A), at(B))], 0, id="TV-E18 remote only"),
+        pytest.param([endpoint_slice(at(A, NODE), at(B))], 1, id="TV-E18 one here"),
+        pytest.param(
+            [endpoint_slice(at(A, NODE), ports=[P80, P81])], 1, id="TV-E18 two ports, one address"
+        ),
+        pytest.param(
+            [
+                endpoint_slice(at(A, NODE), at(B, NODE), name="a", ports=[P80]),
+                endpoint_slice(at(A, NODE), at(C, NODE), name="b", ports=[P81]),
+            ],
+            3,
+            id="HC-06 distinct over all ports",
+        ),
+        pytest.param(
+            [endpoint_slice(at(A, NODE)), endpoint_slice(at(A6, NODE), name="six")],
+            1,
+            id="HC-06 a pod has an address of each family",
+        ),
+        pytest.param(
+            [endpoint_slice(at(A, NODE, TERMINATING), at(B, NODE, UNUSABLE), at(C))],
+            0,
+            id="HC-06 B-49 TV-E18 terminating and unready ones do not count",
+        ),
+        pytest.param(
+            [endpoint_slice(at(A, NODE)), endpoint_slice(at(A, NODE, TERMINATING), name="b")],
+            1,
+            id="EP-02 the best state of an endpoint in two slices",
+        ),
+        pytest.param([endpoint_slice(at(A, NODE), ports=[])], 0, id="a slice without ports"),
+        pytest.param(
+            [endpoint_slice(at(A, NODE), service="other")], 0, id="another Service's slice"
+        ),
+    ],
+)
+def test_a_health_check_counts_the_ready_endpoints_here(
+    slices: list[EndpointSlice], count: int
+) -> None:
+    planner = planner_of(service(health_port=32000), service("other"), *slices)
+    assert local_counts(planner) == {"default/web": (32000, count)}
+
+
+def test_a_health_check_follows_its_service_hc_08_tv_f24() -> None:
+    planner = planner_of(service(health_port=32000), endpoint_slice(at(A, NODE)))
+    assert local_counts(planner) == {"default/web": (32000, 1)}
+    tell(planner, endpoint_slice(at(A, NODE, TERMINATING)))
+    assert local_counts(planner) == {"default/web": (32000, 0)}, "TV-F24 the key stays"
+    tell(planner, service(health_port=32001))
+    assert local_counts(planner) == {"default/web": (32001, 0)}, "another number"
+    tell(planner, service())
+    assert local_counts(planner) == {}, "POL-10 the policy is Cluster again"
+    tell(planner, service(health_port=32000))
+    assert tell(planner, Deleted(service_key())).plan.health_checks == {}
+    tell(planner, service(health_port=32000, ports=[]))
+    assert local_counts(planner) == {}, "nothing is served"
+
+
+# --- external addresses --------------------------------------------------------------------------
+
+TAKEN = "192.0.2.1"
+
+
+def kinds(planner: Planner, name: ServicePortName = WEB) -> list[str]:
+    return [each.kind.value for each in planner.plan.ports[name].frontends]
+
+
+def test_a_service_that_changes_its_type_in_every_direction_svc_05() -> None:
+    http = ServicePort("http", Protocol.TCP, 80, 30080)
+    types: dict[str, tuple[ApiObject | Event, list[str]]] = {
+        "ClusterIP": (service(), ["ClusterIP"]),
+        "NodePort": (service(ports=[http]), ["ClusterIP", "NodePort"]),
+        "LoadBalancer": (
+            service(ports=[http], ingress_ips=[TAKEN]),
+            ["ClusterIP", "NodePort", "LoadBalancer"],
+        ),
+        "without a nodePort": (service(ingress_ips=[TAKEN]), ["ClusterIP", "LoadBalancer"]),
+        "externalIPs": (service(external_ips=[TAKEN]), ["ClusterIP", "ExternalIP"]),
+        "ExternalName": (Deleted(service_key()), []),
+    }
+    planner = planner_of(endpoint_slice(at(A)))
+    for before, after in itertools.permutations(types.values(), 2):
+        tell(planner, before[0])
+        assert tell(planner, after[0]).changed == {WEB}
+        assert (kinds(planner) if WEB in planner.plan.ports else []) == after[1]
+        assert not planner.rejected
+
+
+def test_an_external_ip_that_is_not_allowed_is_reported_and_mended_sec_02() -> None:
+    planner = planner_of(external_ips=("198.51.100.0/24",))
+    update = tell(planner, service(external_ips=[TAKEN]))
+    assert kinds(planner) == ["ClusterIP"]
+    assert update.rejected == (
+        Rejected(
+            service_key(),
+            f"spec.externalIPs {TAKEN} is not served: --external-ips does not allow it",
+        ),
+    )
+    update = tell(planner, service(external_ips=["198.51.100.7"]))
+    assert (len(update.mended), kinds(planner)) == (1, ["ClusterIP", "ExternalIP"])
+
+
+def test_a_port_that_lost_its_cluster_ip_is_served_at_its_node_port() -> None:
+    http = ServicePort("http", Protocol.TCP, 80, 30080)
+    planner = planner_of(
+        service("old", created="2025-01-01T00:00:00Z"), service(ports=[http]), endpoint_slice(at(A))
+    )
+    assert (kinds(planner), len(planner.rejected)) == (["NodePort"], 1)
+    assert planner.plan.ports[WEB].external == planner.plan.ports[WEB].cluster
+    assert tell(planner, Deleted(service_key("old"))).changed == {WEB, port_name("old")}
+    assert (kinds(planner), len(planner.rejected)) == (["ClusterIP", "NodePort"], 0)

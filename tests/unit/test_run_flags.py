@@ -58,7 +58,8 @@ proxy-mode root-hnsendpoint-name show-hidden-metrics-for-version source-vip v ve
 windows-service write-config-to
 """
 OURS = """
-manifests pin-path cgroup map-size sync-period audit-period tcp-peer-name log-format
+manifests pin-path cgroup map-size sync-period audit-period tcp-peer-name log-format external-ips
+protect-nodeports
 """
 
 
@@ -173,6 +174,7 @@ def test_every_flag_at_once(started: list[Config]) -> None:
         "show-hidden-metrics-for-version": "=1.36",
         "logging-format": "=json",
         "vmodule": "=a=1",
+        "masquerade-all": "=false",
     }
     arguments = [
         f"--{flag.name}{special.get(flag.name) or values.get(flag.kind.metavar, '=x')}"
@@ -219,6 +221,48 @@ def test_mode_iptables_is_refused_as_long_as_there_is_none(started: list[Config]
     result = run("--proxy-mode=iptables")
     assert (result.exit_code, started) == (2, [])
     assert "this version has eBPF mode only" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--masquerade-all", "--masquerade-all=true"])
+def test_masquerade_all_is_refused_as_long_as_it_does_nothing(
+    flag: str, started: list[Config]
+) -> None:
+    result = run(flag)
+    assert (result.exit_code, started) == (2, [])
+    assert result.stderr == (
+        "Error: masqueradeAll: needs the packet path, which this version does not have\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "networks", "protect"),
+    [
+        pytest.param([], None, False, id="the defaults"),
+        pytest.param(["--external-ips=192.0.2.0/24"], ("192.0.2.0/24",), False, id="a network"),
+        pytest.param(
+            ["--external-ips", "192.0.2.0/24,::/0", "--external-ips=10.0.0.0/8"],
+            ("192.0.2.0/24", "::/0", "10.0.0.0/8"),
+            False,
+            id="several",
+        ),
+        pytest.param(["--external-ips="], (), False, id="none"),
+        pytest.param(["--protect-nodeports"], None, True, id="NP-10 protected"),
+    ],
+)
+def test_our_own_flags_for_addresses(
+    arguments: list[str],
+    networks: tuple[str, ...] | None,
+    protect: bool,
+    started: list[Config],
+) -> None:
+    assert run(*arguments).exit_code == 0
+    assert (started[0].external_ips, started[0].protect_node_ports) == (networks, protect)
+
+
+def test_an_external_ip_range_that_is_none_exits_2(started: list[Config]) -> None:
+    result = run("--external-ips=192.0.2.1")
+    assert (result.exit_code, started) == (2, [])
+    assert result.stderr == "Error: --external-ips 192.0.2.1: must be a CIDR, as 192.0.2.0/24\n"
 
 
 # --- instead of running --------------------------------------------------------------------------
@@ -295,7 +339,7 @@ def test_help_says_what_has_an_effect_and_where_the_rest_is() -> None:
 
 def test_notices_are_events_of_the_log(started: list[Config], logged: list[EventDict]) -> None:
     assert run("--ipvs-scheduler=rr", "--proxy-mode=ipvs").exit_code == 0
-    assert [line["log_level"] for line in logged] == ["info", "warning"]
+    assert [line["log_level"] for line in logged] == ["info", "warning", "info", "info"]
     assert logged[1] == {
         "event": "settings without effect",
         "log_level": "warning",

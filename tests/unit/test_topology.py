@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoints take new connections: upstream's vectors that need no hints, and the verdicts.
+"""Which endpoints take new connections: the two sets, their verdicts, and who drains.
 
-Endpoints are written as ``0`` to ``3`` with ``L`` for local, ``ST`` for serving and terminating.
-Unready endpoints do not reach ``select``: the union leaves them out (TOP-13).
+Endpoints are written as ``0`` to ``3`` with ``L`` for local, ``ST`` for serving and terminating,
+and the zones that they are hinted for behind ``@``. Unready endpoints do not reach ``select``: the
+union leaves them out (TOP-13). Upstream's own vectors are in test_topology_vectors.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from ebpflb.model import Backend, Policy, Selection, Verdict
+from ebpflb.model import NO_HINTS, Backend, Hints, Selection, Verdict
+from ebpflb.planner.endpoints import Endpoints
 from ebpflb.planner.topology import Choice, select
-from tests.builders import backend, pod_ip
+from tests.builders import NODE, backend, pod_ip
 
-CLUSTER, LOCAL = Policy.CLUSTER, Policy.LOCAL
 REJECT, DROP = Verdict.REJECT, Verdict.DROP
 
 
@@ -21,18 +22,14 @@ def endpoint(text: str) -> Backend:
     return backend(pod_ip(10 + int(text[0])), local="L" in text, terminating="ST" in text)
 
 
-def choose(endpoints: str, policies: tuple[Policy, Policy], *, outside: bool) -> Choice:
-    return select(
-        [endpoint(text) for text in endpoints.split(",") if text],
-        internal_policy=policies[0],
-        external_policy=policies[1],
-        externally_accessible=outside,
-    )
+def choose(endpoints: str) -> Choice:
+    texts = [text for text in endpoints.split(",") if text]
+    hints = [Hints((text.partition("@")[2],)) if "@" in text else NO_HINTS for text in texts]
+    column = tuple(hints) if "@" in endpoints else ()
+    return select(Endpoints(tuple(map(endpoint, texts)), column), node=NODE, zone="a")
 
 
-def shown(selection: Selection | None) -> str | Verdict | None:
-    if selection is None:
-        return None
+def shown(selection: Selection) -> str | Verdict:
     if selection.verdict is not Verdict.FORWARD:
         assert selection.backends == ()
         return selection.verdict
@@ -45,66 +42,49 @@ def numbers(backends: tuple[Backend, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "policies", "internal", "external"),
+    ("endpoints", "cluster", "local"),
     [
-        pytest.param("", (CLUSTER, CLUSTER), REJECT, REJECT, id="TOP-02 NOEP-01 -02 -03 none"),
-        pytest.param("", (LOCAL, LOCAL), REJECT, REJECT, id="TV-T21 NOEP-07 none"),
-        pytest.param("0,1", (LOCAL, CLUSTER), DROP, "0,1", id="TV-T22 NOEP-04 B-69 iTP, none here"),
-        pytest.param("0L,1L", (LOCAL, CLUSTER), "0,1", "0,1", id="TV-T23 all here"),
-        pytest.param("0L,1", (LOCAL, CLUSTER), "0", "0,1", id="TV-T24 TV-T28 POL-07 one here"),
-        pytest.param("1", (CLUSTER, CLUSTER), "1", "1", id="TV-T26 one ready"),
-        pytest.param("0ST,1ST", (CLUSTER, CLUSTER), "0,1", "0,1", id="TV-T27 B-65 all terminating"),
-        pytest.param("0L,1", (CLUSTER, LOCAL), "0,1", "0", id="TV-T29 POL-07 eTP Local"),
-        pytest.param("0L,1", (LOCAL, LOCAL), "0", "0", id="TV-T30 both Local"),
-        pytest.param("0,1", (LOCAL, LOCAL), DROP, DROP, id="TV-T31 NOEP-05 both, none here"),
-        pytest.param("0ST,1ST", (LOCAL, LOCAL), DROP, DROP, id="TV-T32 terminating elsewhere"),
-        pytest.param("0,2LST,3ST", (CLUSTER, LOCAL), "0", "2", id="TV-T33 TOP-14 each by itself"),
-        pytest.param("0,1ST", (CLUSTER, CLUSTER), "0", "0", id="TOP-15 ready keeps others out"),
-        pytest.param("0L,1L,2LST,3", (CLUSTER, LOCAL), "0,1,3", "0,1", id="TV-X01"),
-        pytest.param("1LST,2LST,3", (CLUSTER, LOCAL), "3", "1,2", id="TV-X02"),
-        pytest.param("3ST", (CLUSTER, LOCAL), "3", DROP, id="TV-X03"),
-        pytest.param("0L,1L,2ST,3", (CLUSTER, CLUSTER), "0,1,3", "0,1,3", id="TV-X05"),
-        pytest.param("1LST,2LST,3ST", (CLUSTER, CLUSTER), "1,2,3", "1,2,3", id="TV-X06"),
-        pytest.param("3ST", (CLUSTER, CLUSTER), "3", "3", id="TV-X07"),
+        pytest.param("", REJECT, REJECT, id="TOP-02 NOEP-01 -02 -03 -07 none anywhere"),
+        pytest.param("0,1", "0,1", DROP, id="NOEP-04 NOEP-05 none here"),
+        pytest.param("0L,1L", "0,1", "0,1", id="all here"),
+        pytest.param("0L,1", "0,1", "0", id="TOP-04 one here"),
+        pytest.param("0ST,1ST", "0,1", DROP, id="TOP-03 B-65 all terminating, none here"),
+        pytest.param("0LST,1ST", "0,1", "0", id="TOP-04 B-65 all terminating, one here"),
+        pytest.param("0,1ST", "0", DROP, id="TOP-15 ready keeps others out"),
+        pytest.param("0,2LST,3ST", "0", "2", id="TOP-14 the local set alone falls back"),
+        pytest.param("0L,1LST", "0", "0", id="TOP-15 in the local set too"),
+        pytest.param("0@a,1@b", "0", DROP, id="TOP-08 hints"),
+        pytest.param("0@b,1@bL", "0,1", "1", id="TOP-08 hints for nobody here"),
+        pytest.param("0@bL,1@a", "1", "0", id="TOP-12 no hints for the local set"),
+        pytest.param("0@bST,1@aST", "0,1", DROP, id="TOP-03 no hints for terminating ones"),
+        pytest.param("0@a,1@b,2ST", "0", DROP, id="TOP-06 only ready ones are judged"),
     ],
 )
-def test_each_scope_takes_the_set_that_its_policy_names(
-    endpoints: str,
-    policies: tuple[Policy, Policy],
-    internal: str | Verdict,
-    external: str | Verdict,
+def test_each_set_is_made_by_itself(
+    endpoints: str, cluster: str | Verdict, local: str | Verdict
 ) -> None:
-    choice = choose(endpoints, policies, outside=True)
-    assert (shown(choice.internal), shown(choice.external)) == (internal, external)
+    choice = choose(endpoints)
+    assert (shown(choice.cluster), shown(choice.local)) == (cluster, local)
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "policies", "internal"),
+    ("endpoints", "draining"),
     [
-        pytest.param("0,1L", (CLUSTER, LOCAL), "0,1", id="TV-T34 eTP Local without an outside"),
-        pytest.param("0,1L", (LOCAL, CLUSTER), "1", id="TV-T35 iTP Local without an outside"),
+        pytest.param("", "", id="none where there is none"),
+        pytest.param("0,1", "", id="none where all are in the cluster set"),
+        pytest.param("0,1ST", "1", id="TOP-15 the terminating ones"),
+        pytest.param("0ST,1ST", "", id="not while they are in the set"),
+        pytest.param("0,1LST,2ST", "2", id="not one that the local set falls back to"),
+        pytest.param("0@a,1@b", "1", id="CT-04 whom the hints keep away"),
+        pytest.param("0@a,1@bL", "", id="CT-04 but not here"),
     ],
 )
-def test_without_an_external_address_there_is_no_external_scope_top_01(
-    endpoints: str, policies: tuple[Policy, Policy], internal: str
+def test_usable_endpoints_in_neither_set_serve_open_connections(
+    endpoints: str, draining: str
 ) -> None:
-    choice = choose(endpoints, policies, outside=False)
-    assert (shown(choice.internal), choice.external) == (internal, None)
+    assert numbers(choose(endpoints).draining) == draining
 
 
-@pytest.mark.parametrize(
-    ("endpoints", "policies", "outside", "draining"),
-    [
-        pytest.param("0,1", (CLUSTER, CLUSTER), False, "", id="none where all are taken"),
-        pytest.param("0,1ST", (CLUSTER, CLUSTER), False, "1", id="TOP-15 the terminating ones"),
-        pytest.param("0ST,1ST", (CLUSTER, CLUSTER), False, "", id="not while they are taken"),
-        pytest.param("0L,1", (LOCAL, CLUSTER), False, "1", id="CT-04 whom the policy keeps away"),
-        pytest.param("0L,1", (LOCAL, CLUSTER), True, "", id="not if the other scope takes them"),
-        pytest.param("0,1", (LOCAL, CLUSTER), False, "0,1", id="CT-04 also where none is taken"),
-        pytest.param("0,1LST,2ST", (CLUSTER, LOCAL), True, "2", id="what neither scope takes"),
-    ],
-)
-def test_usable_endpoints_that_no_scope_takes_serve_open_connections(
-    endpoints: str, policies: tuple[Policy, Policy], outside: bool, draining: str
-) -> None:
-    assert numbers(choose(endpoints, policies, outside=outside).draining) == draining
+def test_the_order_is_kept() -> None:
+    choice = choose("3,1,2ST,0ST,2L")
+    assert (shown(choice.cluster), numbers(choice.draining)) == ("3,1,2", "2,0")

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebpflb.model import (
+    NO_HINTS,
     Deleted,
     EndpointSlice,
     Family,
+    Hints,
     Node,
     Policy,
     Protocol,
@@ -24,6 +26,7 @@ from ebpflb.model import (
     Upserted,
     format_address,
     parse_address,
+    parse_network,
 )
 from ebpflb.sources import wire
 from tests.builders import (
@@ -74,7 +77,13 @@ def test_a_service_is_read_field_by_field() -> None:
     obj = service_object(
         cluster_ips=[V4, V6],
         ports=[
-            {"name": "http", "port": 80, "protocol": "TCP", "targetPort": "web"},
+            {
+                "name": "http",
+                "port": 80,
+                "protocol": "TCP",
+                "targetPort": "web",
+                "nodePort": 30080,
+            },
             {"name": "dns", "port": 53, "protocol": "UDP"},
             {"name": "sig", "port": 9, "protocol": "SCTP"},
         ],
@@ -84,6 +93,13 @@ def test_a_service_is_read_field_by_field() -> None:
         internalTrafficPolicy="Local",
         externalTrafficPolicy="Local",
         somethingNew={"of": ["a", "later", "version"]},
+        type="LoadBalancer",
+        externalIPs=["192.0.2.1", "2001:db8::1"],
+        loadBalancerSourceRanges=["10.0.0.0/8"],
+        healthCheckNodePort=32000,
+        loadBalancerIP="192.0.2.9",
+        allocateLoadBalancerNodePorts=False,
+        ingress=[{"ip": "192.0.2.2", "ports": [{"port": 80}]}],
     )
     assert read_service(obj) == Service(
         namespace="default",
@@ -91,7 +107,7 @@ def test_a_service_is_read_field_by_field() -> None:
         created=CREATED,
         cluster_ips=(parse_address(V4), parse_address(V6)),
         ports=(
-            ServicePort("http", Protocol.TCP, 80),
+            ServicePort("http", Protocol.TCP, 80, 30080),
             ServicePort("dns", Protocol.UDP, 53),
             ServicePort("sig", Protocol.SCTP, 9),
         ),
@@ -99,6 +115,10 @@ def test_a_service_is_read_field_by_field() -> None:
         internal_policy=Policy.LOCAL,
         external_policy=Policy.LOCAL,
         socket_lb=False,
+        external_ips=(parse_address("192.0.2.1"), parse_address("2001:db8::1")),
+        ingress_ips=(parse_address("192.0.2.2"),),
+        source_ranges=(parse_network("10.0.0.0/8"),),
+        health_port=32000,
     )
 
 
@@ -106,7 +126,15 @@ def test_a_slice_is_read_field_by_field() -> None:
     obj = slice_object(
         endpoints=[
             endpoint_object(pod_ip(10), ready=True, serving=True, terminating=False),
-            {"addresses": [pod_ip(11), pod_ip(12)], "hostname": "not read", "nodeName": None},
+            {
+                "addresses": [pod_ip(11), pod_ip(12)],
+                "hostname": "not read",
+                "nodeName": None,
+                "hints": {
+                    "forZones": [{"name": "b"}, {"name": "a"}],
+                    "forNodes": [{"name": NODE}],
+                },
+            },
         ],
         ports=[{"name": "http", "port": 8080, "protocol": "TCP", "appProtocol": "http"}],
     )
@@ -119,6 +147,7 @@ def test_a_slice_is_read_field_by_field() -> None:
         addresses=(parse_address(pod_ip(10)), parse_address(pod_ip(11))),
         nodes=(NODE, ""),
         states=bytes([READY, READY]),
+        hints=(NO_HINTS, Hints(("a", "b"), (NODE,))),
     )
 
 
@@ -129,7 +158,17 @@ def test_a_node_is_read_with_its_zone() -> None:
 
 
 def test_json_and_builtins_are_read_alike() -> None:
-    for obj in (service_object(), slice_object(), node_object(), {"kind": "Node", "metadata": []}):
+    everything = service_object(
+        ports=[{"port": 80, "nodePort": 30080}],
+        ingress=[{"ip": "192.0.2.1", "ipMode": "VIP"}],
+        externalIPs=["192.0.2.2"],
+        loadBalancerSourceRanges=["10.0.0.0/8"],
+        **LOCAL | {"healthCheckNodePort": 32000},
+    )
+    hints = {"forZones": [{"name": "a"}], "forNodes": [{"name": NODE}]}
+    hinted = slice_object(endpoints=[endpoint_object(hints=hints)])
+    nonsense: ApiObject = {"kind": "Node", "metadata": []}
+    for obj in (service_object(), everything, slice_object(), hinted, node_object(), nonsense):
         kind: Any = obj["kind"]
         assert wire.from_builtins(kind, obj) == wire.decode_json(kind, json.dumps(obj).encode())
 
@@ -144,6 +183,256 @@ def test_equal_port_lists_are_one_object() -> None:
     one, other = read_slice(slice_object("a")), read_slice(slice_object("b"))
     assert one.ports is other.ports
     assert one.nodes[0] is other.nodes[0]
+
+
+@pytest.mark.parametrize(
+    ("port", "read"),
+    [
+        pytest.param({"name": None, "port": 1}, SlicePort("", Protocol.TCP, 1), id="a null name"),
+        pytest.param({"port": 1}, SlicePort("", Protocol.TCP, 1), id="no name"),
+        pytest.param(
+            {"name": "http", "port": 1, "protocol": None},
+            SlicePort("http", Protocol.TCP, 1),
+            id="a null protocol",
+        ),
+        pytest.param({"name": "http", "port": None}, None, id="a null port"),
+        pytest.param({"name": "http", "port": 0}, None, id="port 0"),
+        pytest.param(None, None, id="null"),
+        pytest.param(
+            {"name": "s", "port": 1, "protocol": "SCTP", "appProtocol": None, "new": {}},
+            SlicePort("s", Protocol.SCTP, 1),
+            id="fields that nobody reads",
+        ),
+    ],
+)
+def test_a_slices_port_with_nulls_port_04_b_57(
+    port: ApiObject | None, read: SlicePort | None
+) -> None:
+    good = {"name": "good", "port": 2}
+    piece = read_slice(slice_object(ports=[port, good]))
+    assert piece.ports == (*([read] if read else []), SlicePort("good", Protocol.TCP, 2))
+    assert len(piece.problems) == (0 if read else 1)
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+def hinted(*hints: object) -> EndpointSlice:
+    return read_slice(slice_object(endpoints=[endpoint_object(hints=one) for one in hints]))
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        pytest.param(None, id="null"),
+        pytest.param({}, id="empty"),
+        pytest.param({"forZones": None, "forNodes": []}, id="null and empty within"),
+        pytest.param({"forZones": [{}, None, {"name": None}, {"name": ""}]}, id="of no name"),
+    ],
+)
+def test_hints_that_say_nothing_are_none(hints: object) -> None:
+    piece = hinted(hints)
+    assert (piece.hints, piece.problems) == ((), ())
+    piece = hinted(hints, {"forZones": [{"name": "a"}]})
+    assert piece.hints == (NO_HINTS, Hints(("a",)))
+
+
+def test_equal_hints_are_one_object_in_whatever_order() -> None:
+    one, other, again = (
+        hinted({"forZones": [{"name": zone} for zone in zones]}).hints[0]
+        for zones in ("ab", "ba", "ab")
+    )
+    assert one == other
+    assert again is one
+
+
+def test_of_more_hints_than_the_api_allows_the_first_count_ep_08() -> None:
+    names = [{"name": f"z{n}"} for n in range(9)]
+    piece = hinted({"forZones": names, "forNodes": names[:8]})
+    assert [len(each.zones) for each in piece.hints] == [8]
+    assert piece.problems == ("endpoints[0].hints.forZones has 9 entries: the first 8 count",)
+
+
+def test_an_endpoint_that_is_refused_takes_its_hints_along() -> None:
+    bad = endpoint_object("127.0.0.1", hints={"forZones": [{"name": "a"}]})
+    good = endpoint_object(pod_ip(11), hints={"forZones": [{"name": "b"}]})
+    piece = read_slice(slice_object(endpoints=[bad, good]))
+    assert (len(piece.addresses), piece.hints) == (1, (Hints(("b",)),))
+
+
+# --- addresses from outside ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ingress", "served", "problems"),
+    [
+        pytest.param(None, [], [], id="B-103 null"),
+        pytest.param([], [], [], id="none"),
+        pytest.param([None, {}], [], [], id="B-103 an empty entry"),
+        pytest.param([{"hostname": "lb.example"}], [], [], id="LB-02 a name alone"),
+        pytest.param([{"ip": "", "hostname": "lb.example"}], [], [], id="B-103 an empty address"),
+        pytest.param([{"ip": "192.0.2.1", "ipMode": None}], ["192.0.2.1"], [], id="LB-02 no mode"),
+        pytest.param([{"ip": "192.0.2.1", "ipMode": "VIP"}], ["192.0.2.1"], [], id="LB-02 VIP"),
+        pytest.param([{"ip": "192.0.2.1", "ipMode": "Proxy"}], [], [], id="LB-02 Proxy"),
+        pytest.param(
+            [{"ip": "192.0.2.1", "ipMode": "vip"}, {"ip": "192.0.2.2"}],
+            ["192.0.2.2"],
+            ["[0].ipMode 'vip' is neither VIP nor Proxy: it is not served"],
+            id="a mode of another time",
+        ),
+        pytest.param(
+            [{"ip": "192.0.2.1"}, {"ip": "192.0.2.1"}], ["192.0.2.1"], [], id="twice is once"
+        ),
+        pytest.param(
+            [{"ip": "lb"}, {"ip": "2001:db8::1"}],
+            ["2001:db8::1"],
+            ["[0].ip 'lb' is no IP address"],
+            id="B-101 no address",
+        ),
+        pytest.param(
+            [{"ip": "127.0.0.1"}, {"ip": "0.0.0.0"}, {"ip": "fe80::1"}],
+            [],
+            [
+                "[0].ip '127.0.0.1' is a loopback address and is refused",
+                "[1].ip '0.0.0.0' is the unspecified address and is refused",
+                "[2].ip 'fe80::1' is a link-local address and is refused",
+            ],
+            id="SEC-02 addresses that are nobody's own",
+        ),
+    ],
+)
+def test_a_load_balancers_addresses(
+    ingress: object, served: list[str], problems: list[str]
+) -> None:
+    service = read_service(service_object(ingress=ingress))
+    assert [format_address(ip) for ip in service.ingress_ips] == served
+    assert list(service.problems) == [f"status.loadBalancer.ingress{one}" for one in problems]
+
+
+@pytest.mark.parametrize("status", [None, {}, {"loadBalancer": None}, {"loadBalancer": {}}])
+def test_a_service_without_a_status_has_no_load_balancer_lb_03(status: object) -> None:
+    service = read_service(service_object(type="LoadBalancer") | {"status": status})
+    assert (service.ingress_ips, service.problems) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("texts", "served", "problems"),
+    [
+        pytest.param(None, [], 0, id="null"),
+        pytest.param(["192.0.2.1", "2001:DB8::1"], ["192.0.2.1", "2001:db8::1"], 1, id="both"),
+        pytest.param(["192.0.2.1", "192.0.2.1"], ["192.0.2.1"], 0, id="twice is once"),
+        pytest.param(["192.0.2.300", None, "192.0.2.1"], ["192.0.2.1"], 2, id="B-101 bad ones"),
+        pytest.param(["192.000.002.001"], ["192.0.2.1"], 1, id="FAM-09 leading zeros"),
+        pytest.param(["::ffff:192.0.2.1"], ["192.0.2.1"], 1, id="FAM-09 mapped"),
+        pytest.param(["127.0.0.1", "::1", "224.0.0.1", "::"], [], 4, id="SEC-02 special ones"),
+    ],
+)
+def test_external_ips(texts: object, served: list[str], problems: int) -> None:
+    service = read_service(service_object(externalIPs=texts))
+    assert [format_address(ip) for ip in service.external_ips] == served
+    assert len(service.problems) == problems
+
+
+@pytest.mark.parametrize(
+    ("texts", "ranges", "problems"),
+    [
+        pytest.param([" 10.1.2.0/28"], ["10.1.2.0/28"], 0, id="FAM-04 TV-S11 a blank before"),
+        pytest.param(["10.1.2.0/28\n"], ["10.1.2.0/28"], 0, id="FAM-04 and behind"),
+        pytest.param(["10.0.0.1/8"], ["10.0.0.0/8"], 0, id="B-101 host bits"),
+        pytest.param(["010.0.0.0/8"], ["10.0.0.0/8"], 0, id="FAM-09 leading zeros"),
+        pytest.param(["::ffff:10.0.0.0/104"], ["10.0.0.0/8"], 0, id="B-101 mapped"),
+        pytest.param(["FD00:0::/48"], ["fd00::/48"], 0, id="B-101 upper case"),
+        pytest.param(["fd00::/48", "10.0.0.0/8"], ["10.0.0.0/8", "fd00::/48"], 0, id="both"),
+        pytest.param(["10.0.0.0/8", "10.0.0.0/8"], ["10.0.0.0/8"], 0, id="twice is once"),
+        pytest.param(
+            ["x", "10.0.0.0/33", "10.0.0.0", None, "fe80::%1/64", "10.0.0.0/8"],
+            ["10.0.0.0/8"],
+            5,
+            id="B-101 bad ones cost themselves",
+        ),
+        pytest.param([], [], 0, id="none"),
+        pytest.param(None, [], 0, id="null"),
+    ],
+)
+def test_source_ranges(texts: object, ranges: list[str], problems: int) -> None:
+    obj = service_object(loadBalancerSourceRanges=texts, ingress=[{"ip": "192.0.2.1"}])
+    service = read_service(obj)
+    assert list(map(str, service.source_ranges)) == ranges
+    assert (len(service.ingress_ips), len(service.problems)) == (1, problems)
+
+
+def test_ranges_that_nobody_can_read_do_not_let_everybody_in() -> None:
+    obj = service_object(
+        loadBalancerSourceRanges=["10.0.0.0/99"], ingress=[{"ip": "192.0.2.1"}], externalIPs=["1.1"]
+    )
+    service = read_service(obj)
+    assert (service.ingress_ips, service.source_ranges) == ((), ())
+    assert len(service.cluster_ips) == 1
+    assert (
+        "spec.loadBalancerSourceRanges has no range that can be read: "
+        "the load balancer's addresses are not served"
+    ) in service.problems
+
+
+@pytest.mark.parametrize(
+    ("number", "served", "problem"),
+    [
+        pytest.param(None, 0, "", id="LB-04 null"),
+        pytest.param(0, 0, "", id="LB-04 none was given"),
+        pytest.param(1, 1, "", id="NP-11 any number"),
+        pytest.param(
+            70000,
+            0,
+            "spec.ports[0].nodePort 70000 is out of range (1 to 65535): no NodePort is served",
+            id="B-93 out of range",
+        ),
+        pytest.param(
+            -1,
+            0,
+            "spec.ports[0].nodePort -1 is out of range (1 to 65535): no NodePort is served",
+            id="negative",
+        ),
+    ],
+)
+def test_a_node_port(number: object, served: int, problem: str) -> None:
+    service = read_service(service_object(ports=[{"port": 80, "nodePort": number}]))
+    assert [port.node_port for port in service.ports] == [served]
+    assert service.problems == ((problem,) if problem else ())
+
+
+LOCAL: dict[str, Any] = {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
+NO_HEALTH = "spec.healthCheckNodePort 0 is no port: no health check is served"
+
+
+@pytest.mark.parametrize(
+    ("spec", "port", "problem"),
+    [
+        pytest.param(LOCAL | {"healthCheckNodePort": 345}, 345, "", id="HC-01 TV-S07"),
+        pytest.param(LOCAL | {"healthCheckNodePort": 0}, 0, NO_HEALTH, id="HC-01 0 is none"),
+        pytest.param(LOCAL, 0, NO_HEALTH, id="HC-01 no number"),
+        pytest.param(
+            LOCAL | {"healthCheckNodePort": 70000},
+            0,
+            NO_HEALTH.replace(" 0 ", " 70000 "),
+            id="out of range",
+        ),
+        pytest.param(
+            LOCAL | {"type": "NodePort", "healthCheckNodePort": 345}, 0, "", id="HC-01 the type"
+        ),
+        pytest.param(
+            LOCAL | {"externalTrafficPolicy": "Cluster", "healthCheckNodePort": 345},
+            0,
+            "",
+            id="HC-01 POL-10 the policy",
+        ),
+    ],
+)
+def test_a_health_check_is_for_a_local_load_balancer_alone(
+    spec: dict[str, Any], port: int, problem: str
+) -> None:
+    service = read_service(service_object(**spec))
+    assert service.health_port == port
+    assert service.problems == ((problem,) if problem else ())
 
 
 # --- what is not ours counts as absent -----------------------------------------------------------
@@ -642,7 +931,10 @@ SCALARS = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(
-        [V4, V6, pod_ip(10), "None", "IPv4", "IPv6", "TCP", "true", "web", "010.0.0.1"]
+        (
+            *(V4, V6, pod_ip(10), "None", "IPv4", "IPv6", "TCP", "true", "web", "010.0.0.1"),
+            *("LoadBalancer", "Local", "10.0.0.0/8", "VIP"),
+        )
     )
 )
 WORDS = st.sampled_from(
@@ -651,7 +943,9 @@ WORDS = st.sampled_from(
         *("clusterIP", "clusterIPs", "ipFamilies", "protocol", "endpoints", "addresses"),
         *("conditions", "ready", "serving", "terminating", "nodeName", "addressType"),
         *("sessionAffinity", "sessionAffinityConfig", "clientIP", "timeoutSeconds"),
-        *("kubernetes.io/service-name", "ebpflb.io/exclude"),
+        *("kubernetes.io/service-name", "ebpflb.io/exclude", "nodePort", "externalIPs"),
+        *("loadBalancerSourceRanges", "healthCheckNodePort", "status", "loadBalancer", "ingress"),
+        *("ip", "ipMode", "hints", "forZones", "forNodes", "type", "externalTrafficPolicy"),
     )
 )
 JSON = st.recursive(

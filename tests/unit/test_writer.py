@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ebpflb.datapath.base import Difference
-from ebpflb.datapath.ebpf import audit
-from ebpflb.datapath.ebpf.encode import encode_frontend, probe_frontends
+from ebpflb.datapath.ebpf import abi, audit
+from ebpflb.datapath.ebpf.encode import NODE_ADDRESS_VALUE, encode_frontend, probe_frontends
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
+    CLUSTER,
     FRONTEND_VALUE,
     ID,
-    INTERNAL,
     PORT,
     Word,
     index_of,
@@ -24,10 +26,12 @@ from ebpflb.datapath.ebpf.tables import (
 )
 from ebpflb.datapath.ebpf.writer import MAX_UNRELEASED, Writer
 from ebpflb.model import (
+    Address,
     Backend,
     Family,
     Frontend,
     FrontendKind,
+    NodePorts,
     Plan,
     PlannedPort,
     Policy,
@@ -35,6 +39,8 @@ from ebpflb.model import (
     Selection,
     ServicePortName,
     Verdict,
+    parse_network,
+    unspecified,
 )
 from tests.memory_tables import ManualGate, MemoryTables, v4
 
@@ -51,8 +57,8 @@ def planned(number: int, backends: int = 2, *, affinity_s: int = 0, first: int =
     return PlannedPort(
         name=name(number),
         frontends=(Frontend(v4(10, 96, 0, number), 80, Protocol.TCP, FrontendKind.CLUSTER_IP),),
-        internal=Selection(Verdict.FORWARD if chosen else Verdict.REJECT, chosen),
-        external=None,
+        cluster=Selection(Verdict.FORWARD if chosen else Verdict.REJECT, chosen),
+        local=Selection(Verdict.DROP if chosen else Verdict.REJECT, ()),
         draining=(),
         affinity_s=affinity_s,
         internal_policy=Policy.CLUSTER,
@@ -182,9 +188,7 @@ def test_a_cluster_ip_that_passes_to_another_service_waits_for_the_readers_of_th
     """B-81 and K1: deleted, a grace period, inserted; never replaced."""
     bench = Bench()
     one, two = planned(1), planned(2)
-    moved = PlannedPort(
-        **{f: getattr(two, f) for f in two.__struct_fields__} | {"frontends": one.frontends}
-    )
+    moved = replace(two, frontends=one.frontends)
     bench.settle(one)
     report = bench.writer.sync(plan(moved), None)
     assert report.deferred == {name(2)}
@@ -201,7 +205,7 @@ def test_an_affinity_that_is_switched_on_finds_its_members_there() -> None:
 
     def members_come_first() -> None:
         snapshot = read(bench.tables)
-        if snapshot.ports and snapshot.ports[0].words[INTERNAL].flags:
+        if snapshot.ports and snapshot.ports[0].words[CLUSTER].flags:
             assert len(snapshot.members) == 2
             assert snapshot.ports[0].affinity_s == 60
 
@@ -237,33 +241,295 @@ def test_an_address_that_a_service_gives_up_does_not_wait_for_that_services_back
     one, two = planned(1, 4), planned(2, 1)
     bench.settle(one)
     bigger = planned(1, 20)
-    without = PlannedPort(
-        **{f: getattr(bigger, f) for f in bigger.__struct_fields__} | {"frontends": ()}
-    )
-    taker = PlannedPort(
-        **{f: getattr(two, f) for f in two.__struct_fields__} | {"frontends": one.frontends}
-    )
+    without = replace(bigger, frontends=())
+    taker = replace(two, frontends=one.frontends)
     assert list(bench.settle(without, taker)) == ["ns/s1"]
     assert bench.served() == {"ns/s2"}
 
 
-def test_an_external_range_at_the_first_slot_outlives_a_restart() -> None:
-    """An empty internal scope has base 0 too, and is not the same range."""
+def test_a_local_range_at_the_first_slot_outlives_a_restart() -> None:
+    """An empty cluster set has base 0 too, and is not the same range."""
     bench = Bench()
     inside = planned(1)
-    chosen = inside.internal.backends
-    outside = PlannedPort(
-        **{f: getattr(inside, f) for f in inside.__struct_fields__}
-        | {
-            "internal": Selection(Verdict.DROP, ()),
-            "external": Selection(Verdict.FORWARD, chosen),
-        }
+    here = replace(
+        inside,
+        cluster=Selection(Verdict.REJECT, ()),
+        local=Selection(Verdict.FORWARD, inside.cluster.backends),
     )
-    bench.settle(outside)
+    bench.settle(here)
     used = bench.writer.slots_used
     bench.restart()
     assert bench.writer.slots_used == used == 2
-    assert bench.writer.sync(plan(outside), None).writes == 0
+    assert bench.writer.sync(plan(here), None).writes == 0
+
+
+# --- policies ----------------------------------------------------------------------------------
+
+
+def both_sets(first: int, *, internal_local: bool, external_local: bool) -> PlannedPort:
+    """Four backends, two of them here; no set shares one with another ``first``."""
+    every = tuple(
+        Backend(v4(10, 1, 0, number), 8080, local=number < first + 2, terminating=False)
+        for number in range(first, first + 4)
+    )
+    return replace(
+        planned(1),
+        frontends=(
+            Frontend(v4(10, 96, 0, 1), 80, Protocol.TCP, FrontendKind.CLUSTER_IP),
+            Frontend(v4(192, 0, 2, 1), 80, Protocol.TCP, FrontendKind.EXTERNAL_IP),
+        ),
+        cluster=Selection(Verdict.FORWARD, every),
+        local=Selection(Verdict.FORWARD, every[:2]),
+        internal_policy=Policy.LOCAL if internal_local else Policy.CLUSTER,
+        external_policy=Policy.LOCAL if external_local else Policy.CLUSTER,
+    )
+
+
+def seen(bench: Bench) -> dict[str, frozenset[int]]:
+    """What each kind of client may be given now, by the last octets."""
+    snapshot = read(bench.tables)
+    port = snapshot.ports[0]
+    sets = {
+        which: frozenset(slot.address[-1] for slot in slots[port.id])
+        for which, slots in ((Policy.CLUSTER, snapshot.cluster), (Policy.LOCAL, snapshot.local))
+    }
+    return {
+        "ClusterIP": sets[port.internal_policy],
+        "from outside": sets[port.external_policy],
+        "from inside": sets[Policy.CLUSTER],
+    }
+
+
+def test_a_policy_alone_is_one_store() -> None:
+    """POL-01 to -03: both sets are there before anybody asks for them."""
+    bench = Bench()
+    bench.settle(both_sets(1, internal_local=False, external_local=False))
+    operations = bench.tables.operations
+    assert bench.sync(both_sets(1, internal_local=True, external_local=True)) == {}
+    assert bench.tables.operations == operations + 1
+    assert seen(bench)["ClusterIP"] == seen(bench)["from outside"] == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((False, False), (True, False)),
+        ((True, False), (False, False)),
+        ((False, False), (False, True)),
+        ((False, True), (False, False)),
+        ((False, False), (True, True)),
+        ((True, True), (False, False)),
+        ((True, False), (True, True)),
+    ],
+    ids=lambda policies: "/".join("Local" if local else "Cluster" for local in policies),
+)
+def test_a_policy_that_changes_with_the_endpoints_shows_nobody_a_mixture(
+    before: tuple[bool, bool], after: tuple[bool, bool]
+) -> None:
+    """At each step each client is in the old state or in the new one, and never goes back."""
+    old, new = Bench(), Bench()
+    was = both_sets(1, internal_local=before[0], external_local=before[1])
+    will = both_sets(101, internal_local=after[0], external_local=after[1])
+    old.settle(was)
+    new.settle(will)
+    allowed = {client: [sets, seen(new)[client]] for client, sets in seen(old).items()}
+
+    def check() -> None:
+        for client, sets in seen(old).items():
+            assert sets in allowed[client], client
+            if sets == allowed[client][-1]:
+                allowed[client] = [sets]
+
+    old.tables.check = check
+    old.settle(will)
+    assert all(len(one) == 1 for one in allowed.values())
+
+
+def test_policies_that_change_places_show_nobody_a_dead_endpoint() -> None:
+    """What each client sees is a set of before or of after; whose policy, no order can tell."""
+    bench = Bench()
+    was = both_sets(1, internal_local=True, external_local=False)
+    will = both_sets(101, internal_local=False, external_local=True)
+    bench.settle(was)
+    whole = [{1, 2}, {1, 2, 3, 4}, {101, 102}, {101, 102, 103, 104}]
+
+    def check() -> None:
+        assert all(sets in whole for sets in seen(bench).values())
+
+    bench.tables.check = check
+    bench.settle(will)
+    assert seen(bench)["from outside"] == {101, 102}
+
+
+# --- the node as a whole -----------------------------------------------------------------------
+
+
+def node_port(number: int) -> PlannedPort:
+    frontend = Frontend(
+        unspecified(Family.IPV4), 30_000 + number, Protocol.TCP, FrontendKind.NODE_PORT
+    )
+    return replace(planned(number), frontends=(*planned(number).frontends, frontend))
+
+
+def on_node(*ports: PlannedPort, addresses: Iterable[Address] = (), **more: Any) -> Plan:
+    return Plan(
+        {port.name: port for port in ports},
+        node_ports=NodePorts(
+            frozenset(addresses), frozenset({Family.IPV4} if more.pop("loopback", False) else ())
+        ),
+        **more,
+    )
+
+
+def test_addresses_of_the_node_come_and_go_with_nothing_else_written() -> None:
+    """NP-05: one entry an address, whatever number of NodePorts there is."""
+    bench = Bench()
+    one, two, three = (v4(192, 0, 2, number) for number in (1, 2, 3))
+    ports = node_port(1), node_port(2)
+    bench.writer.sync(on_node(*ports, addresses=(one, two)), None)
+    for addresses, writes in (((one, two), 0), ((two, three), 2), ((), 2), ((one,), 1)):
+        bench.restart()
+        assert bench.writer.sync(on_node(*ports, addresses=addresses), set()).writes == writes
+        assert read(bench.tables).node_addrs == addresses
+
+
+def test_what_the_node_tells_the_programs_is_one_word() -> None:
+    bench = Bench()
+    told = on_node(loopback=True, tells_pods=frozenset({Family.IPV6}))
+    assert bench.writer.sync(told, None).writes == 1 + len(probe_frontends())
+    flags = abi.CONSTANTS["SETTING_LOOPBACK4"] | abi.CONSTANTS["SETTING_TELLS_PODS6"]
+    assert read(bench.tables).flags == flags
+    bench.restart()
+    assert bench.writer.sync(told, None).writes == 0
+    assert bench.writer.sync(on_node(), set()).writes == 1
+    assert read(bench.tables).flags == 0
+
+
+@pytest.mark.parametrize("what", ["an address more", "an address less", "flags"])
+def test_what_somebody_changed_of_the_node_is_seen_and_put_right(what: str) -> None:
+    bench = Bench()
+    one, two = v4(192, 0, 2, 1), v4(192, 0, 2, 2)
+    wanted = on_node(node_port(1), addresses=[one])
+    bench.writer.sync(wanted, None)
+    assert bench.writer.matches()
+    if what == "flags":
+        bench.tables.write_flags(1)
+    elif what == "an address more":
+        bench.tables.node_addrs.update([(two, NODE_ADDRESS_VALUE)])
+    else:
+        bench.tables.node_addrs.delete(one)
+    assert not bench.writer.matches()
+    bench.restart()
+    bench.writer.sync(wanted, None)
+    assert (read(bench.tables).node_addrs, read(bench.tables).flags) == ((one,), 0)
+    assert bench.writer.matches()
+
+
+def test_more_addresses_than_there_is_room_for_are_told_by_the_services_that_lack_them() -> None:
+    bench = Bench(node_addrs=2)
+    addresses = [v4(192, 0, 2, number) for number in (1, 2, 3)]
+    ports = node_port(1), planned(2)
+    report = bench.writer.sync(on_node(*ports, addresses=addresses), None)
+    assert [str(one) for one in report.failed] == ["ns/s1"]
+    assert "--map-size node_addrs=N" in str(report.failed[name(1)])
+    assert bench.served() == {"ns/s1", "ns/s2"}
+    assert read(bench.tables).node_addrs == tuple(addresses[:2])
+    report = bench.writer.sync(on_node(*ports, addresses=addresses[1:]), report.failed)
+    assert (report.failed, read(bench.tables).node_addrs) == ({}, tuple(addresses[1:]))
+
+
+# --- source ranges -----------------------------------------------------------------------------
+
+_NO_PODS, _NO_HOST = abi.CONSTANTS["PORT_LB_NO_PODS"], abi.CONSTANTS["PORT_LB_NO_HOST"]
+_OPEN, _NODE_ALONE, _CLOSED = 0, _NO_PODS, _NO_PODS | _NO_HOST
+
+
+def balanced(flags: int, *addresses: int, first: int = 1) -> PlannedPort:
+    """With a ClusterIP and a load balancer's addresses, by their last octets."""
+    return replace(
+        planned(1, first=first),
+        frontends=(
+            *planned(1).frontends,
+            *(
+                Frontend(v4(203, 0, 113, one), 80, Protocol.TCP, FrontendKind.LOAD_BALANCER)
+                for one in addresses
+            ),
+        ),
+        source_ranges=(parse_network("10.0.0.0/8"),) if flags else (),
+        node_in_ranges=not flags & _NO_HOST,
+    )
+
+
+def flags_of(bench: Bench) -> int:
+    (port,) = read(bench.tables).ports
+    return port.flags
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
+def test_source_ranges_alone_are_one_store(before: int, after: int) -> None:
+    """LB-05 to -07: no frontend is away meanwhile."""
+    bench = Bench()
+    bench.settle(balanced(before, 1, 2))
+    assert flags_of(bench) == before
+    operations = bench.tables.operations
+    assert bench.sync(balanced(after, 1, 2)) == {}
+    assert bench.tables.operations == operations + (before != after)
+    assert flags_of(bench) == after
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
+def test_source_ranges_that_change_with_the_endpoints_show_nobody_a_mixture(
+    before: int, after: int
+) -> None:
+    """At each step a client is in the old state or in the new one, and never goes back."""
+    bench = Bench()
+    bench.settle(balanced(before, 1, first=1))
+    refused = frozenset[int]()
+    allowed = {
+        client: [
+            refused if closed & client else octets
+            for closed, octets in ((before, frozenset({1, 2})), (after, frozenset({101, 102})))
+        ]
+        for client in (_NO_PODS, _NO_HOST)
+    }
+
+    def check() -> None:
+        snapshot = read(bench.tables)
+        (port,) = snapshot.ports
+        octets = frozenset(slot.address[-1] for slot in snapshot.cluster[port.id])
+        for client, states in allowed.items():
+            state = refused if port.flags & client else octets
+            assert state in states
+            if state == states[-1]:
+                del states[:-1]
+
+    bench.tables.check = check
+    bench.settle(balanced(after, 1, first=101))
+    assert all(len(states) == 1 for states in allowed.values())
+
+
+@pytest.mark.parametrize("left", [(), (2,)], ids=["no address is left", "one is"])
+def test_ranges_that_go_with_an_address_hold_until_nobody_has_it(left: tuple[int, ...]) -> None:
+    bench = Bench()
+    bench.settle(balanced(_CLOSED, 1, 2))
+    wanted = balanced(_OPEN, *left)
+    for _ in range(2):
+        report = bench.writer.sync(plan(wanted), {name(1)})
+        assert (set(report.deferred), flags_of(bench)) == ({name(1)}, _CLOSED)
+    bench.grace()
+    assert not bench.writer.sync(plan(wanted), {name(1)}).deferred
+    assert flags_of(bench) == _OPEN
+    assert bench.differences(wanted) == []
+
+
+def test_ranges_close_at_once_also_where_the_endpoints_have_no_room() -> None:
+    bench = Bench(backends=4)
+    bench.settle(balanced(_OPEN, 1))
+    more = replace(balanced(_CLOSED, 1), cluster=planned(1, 5).cluster)
+    assert list(bench.settle(more)) == ["ns/s1"]
+    assert flags_of(bench) == _CLOSED
 
 
 # --- a start on maps that something else has been at -------------------------------------------
@@ -279,7 +545,7 @@ def _duplicate_name(bench: Bench) -> None:
 def _foreign_owner(bench: Bench) -> None:
     port = next(p for p in read(bench.tables).ports if p.name == name(1))
     slot = BACKEND.pack(v4(10, 9, 9, 9), b"\0\1", 0, 0xDEAD)
-    start = port.words[INTERNAL].base * BACKEND.size
+    start = port.words[CLUSTER].base * BACKEND.size
     bench.tables._backends[start : start + BACKEND.size] = slot
 
 

@@ -8,9 +8,10 @@ the cgroup is left alone. This file must not know what a program does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class Hook(NamedTuple):
 
 
 _ATTACH_TYPES = {
+    "bind4": 8,
+    "bind6": 9,
     "connect4": 10,
     "connect6": 11,
     "sendmsg4": 14,
@@ -43,9 +46,9 @@ _ATTACH_TYPES = {
 }
 
 # What brings a socket's own view back comes first: a new connect() never meets an old reverse.
-_ORDER = ("recvmsg", "getpeername", "sock_release", "sendmsg", "connect")
+_ORDER = ("recvmsg", "getpeername", "sock_release", "sendmsg", "connect", "bind")
 
-HOOKS: tuple[Hook, ...] = tuple(
+EVERY_HOOK: tuple[Hook, ...] = tuple(
     sorted(
         (
             Hook(
@@ -58,6 +61,13 @@ HOOKS: tuple[Hook, ...] = tuple(
         key=lambda hook: (_ORDER.index(hook.name.rstrip("46")), hook.name),
     )
 )
+"""In the order in which they are attached."""
+
+BIND_HOOKS = tuple(hook for hook in EVERY_HOOK if hook.name.startswith("bind"))
+"""Attached only where NodePorts are to be protected from other binds."""
+
+HOOKS = tuple(hook for hook in EVERY_HOOK if hook not in BIND_HOOKS)
+"""Attached always."""
 
 
 class Attached(NamedTuple):
@@ -71,17 +81,22 @@ class Attached(NamedTuple):
 
 
 class Attachment:
-    """The links of one pin folder on one cgroup. The folder's lock is the caller's to hold."""
+    """The links of one pin folder on one cgroup. The folder's lock is the caller's to hold.
 
-    def __init__(self, pin_path: Path, cgroup: Path) -> None:
+    ``bind`` says whether BIND_HOOKS are to be attached; None, for those who only look: it is right
+    as it is.
+    """
+
+    def __init__(self, pin_path: Path, cgroup: Path, *, bind: bool | None = None) -> None:
         self._links = pin_path / LINKS
         self._cgroup = cgroup
+        self._bind = bind
 
     def ensure(self, programs: Mapping[str, int]) -> int:
         """Make every hook run its program of ``programs`` (descriptors by hook).
 
-        Returns how many links were made or changed. Raises DatapathError, fatal where a foreign
-        program keeps ours off the cgroup.
+        Returns how many links were made, changed or, where bind is not to be watched (any more),
+        removed. Raises DatapathError, fatal where a foreign program keeps ours off the cgroup.
         """
         try:
             self._links.mkdir(mode=0o700, exist_ok=True)
@@ -90,19 +105,55 @@ class Attachment:
         except OSError as error:
             hint = "make its folder again, or restart the agent"
             raise _os_error("create", self._links, error, hint) from None
+        with self._opened() as cgroup_fd:
+            return sum(
+                self._ensure(hook, programs[hook.name], cgroup_fd)
+                for hook in EVERY_HOOK
+                if hook.name in programs
+            ) + sum(map(self._detach, self._unwanted()))
+
+    @contextlib.contextmanager
+    def on_trial(self, programs: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Let those of ``programs`` run on the cgroup meanwhile that have no link there yet.
+
+        Those are what it yields. What is pinned stays as it is: whether they run for us is found
+        out before anything moves.
+        """
+        with contextlib.ExitStack() as stack:
+            cgroup_fd = stack.enter_context(self._opened())
+            tried = [
+                hook for hook in EVERY_HOOK if hook.name in programs and self._look(hook).problem
+            ]
+            for hook in tried:
+                stack.callback(os.close, self._link(hook, programs[hook.name], cgroup_fd))
+            yield frozenset(hook.name for hook in tried)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
         try:
             cgroup_fd = os.open(self._cgroup, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             hint = "make it again, or restart the agent with another --cgroup"
             raise _os_error("open", self._cgroup, error, hint) from None
         try:
-            return sum(
-                self._ensure(hook, programs[hook.name], cgroup_fd)
-                for hook in HOOKS
-                if hook.name in programs
-            )
+            yield cgroup_fd
         finally:
             os.close(cgroup_fd)
+
+    def _unwanted(self) -> list[Hook]:
+        """Hooks with a link that should have none."""
+        return [] if self._bind is not False else [h for h in BIND_HOOKS if self._is_pinned(h)]
+
+    def _is_pinned(self, hook: Hook) -> bool:
+        return os.path.lexists(self._links / hook.name)
+
+    def _detach(self, hook: Hook) -> bool:
+        path = self._links / hook.name
+        try:
+            path.unlink()  # nothing else holds it
+        except OSError as error:
+            raise _os_error("remove", path, error, _not_ours(path)) from None
+        return True
 
     def _ensure(self, hook: Hook, prog_fd: int, cgroup_fd: int) -> bool:
         path = self._links / hook.name
@@ -116,8 +167,20 @@ class Attachment:
             finally:
                 os.close(link_fd)
             return True
+        link_fd = self._link(hook, prog_fd, cgroup_fd)
         try:
-            link_fd = libbpf.link_create(prog_fd, cgroup_fd, hook.attach_type, hook.name)
+            path.unlink(missing_ok=True)  # ours is attached already: no gap
+            libbpf.obj_pin(link_fd, str(path))
+        except OSError as error:
+            raise _os_error("replace", path, error, _not_ours(path)) from None
+        finally:
+            os.close(link_fd)
+        return True
+
+    def _link(self, hook: Hook, prog_fd: int, cgroup_fd: int) -> int:
+        """Attach beside whatever else is there; returns the link's descriptor."""
+        try:
+            return libbpf.link_create(prog_fd, cgroup_fd, hook.attach_type, hook.name)
         except DatapathError as error:
             if error.errno == errno.EPERM and (foreign := self._foreign(hook)):
                 raise DatapathError(
@@ -129,14 +192,6 @@ class Attachment:
                     fatal=True,
                 ) from None
             raise
-        try:
-            path.unlink(missing_ok=True)  # ours is attached already: no gap
-            libbpf.obj_pin(link_fd, str(path))
-        except OSError as error:
-            raise _os_error("replace", path, error, _not_ours(path)) from None
-        finally:
-            os.close(link_fd)
-        return True
 
     def _foreign(self, hook: Hook) -> str:
         """Who forbids company on this cgroup or one above it, in words; "" where nobody does."""
@@ -158,8 +213,12 @@ class Attachment:
         return ""
 
     def look(self) -> list[Attached]:
-        """Ask the kernel what runs at each hook."""
-        return [self._look(hook) for hook in HOOKS]
+        """Ask the kernel what runs at each hook that has or should have a program of ours."""
+        return [
+            self._look(hook)
+            for hook in EVERY_HOOK
+            if hook not in BIND_HOOKS or self._bind or self._is_pinned(hook)
+        ]
 
     def _look(self, hook: Hook) -> Attached:
         path = self._links / hook.name
@@ -205,9 +264,12 @@ class Attachment:
         With the kernel's ids of our maps also each whose program runs on none or on others.
         """
         found = []
+        unwanted = {hook.name for hook in self._unwanted()}
         for one in self.look():
             where = f"hook {one.hook}"
-            if one.problem:
+            if one.hook in unwanted:
+                found.append(Difference("", where, "program", "", one.problem or "attached"))
+            elif one.problem:
                 found.append(Difference("", where, "program", "attached", one.problem))
             elif our_map_ids and not (one.map_ids and one.map_ids <= our_map_ids):
                 uses = f"program {one.prog_id} uses {'others' if one.map_ids else 'none'}"

@@ -7,40 +7,53 @@ Reads a snapshot, changes nothing. Pure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi
-from ebpflb.datapath.ebpf.encode import encode, encode_frontend, scope_of, terminating
+from ebpflb.datapath.ebpf.encode import (
+    encode,
+    encode_frontend,
+    scope_of,
+    setting_flags,
+    terminating,
+)
+from ebpflb.datapath.ebpf.rows import flag_words
 from ebpflb.datapath.ebpf.tables import (
-    EXTERNAL,
-    INTERNAL,
+    CLUSTER,
     KIND_PROBE,
     KINDS,
+    LOCAL,
     MEMBER_KEY,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     BackendEntry,
     FrontendEntry,
     PortEntry,
     Snapshot,
-    Word,
 )
 from ebpflb.model import (
     Backend,
     Plan,
     PlannedPort,
     Protocol,
-    Selection,
     ServicePortName,
-    Verdict,
+    format_address,
     format_endpoint,
 )
 
-_NONE_LOCAL = abi.CONSTANTS["WORD_NONE_LOCAL"]
+_SCOPES = abi.names_of("SCOPE_")
+_SETS = abi.names_of("SET_")
+_ROLES = abi.names_of("MEMBER_")
+_WORD_FLAGS = abi.names_of("WORD_")
+_PORT_FLAGS = abi.names_of("PORT_")
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
+_SETTING_FLAGS = abi.names_of("SETTING_")
 
 
 def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
-    """Sorted by service port, then by map."""
-    found: list[Difference] = []
+    """Sorted by service port, then by map; what is the whole node's comes first."""
+    found = _node_differences(plan, snapshot)
     entries: dict[ServicePortName, PortEntry] = {}
     for entry in snapshot.ports:
         if entry.name is None or entry.name in entries:
@@ -75,12 +88,35 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
             "frontends",
             _dialled(frontend),
             "",
-            f"id {frontend.id}",
+            _frontend(_kind(frontend), frontend.scope, _owner(frontend.id, names)),
         )
         for frontend in frontends.values()
         if frontend.kind != KIND_PROBE
     ]
     return sorted(found)
+
+
+def _node_differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
+    """Where NodePorts answer, and to whom."""
+    wanted, actual = plan.node_ports.addresses, frozenset(snapshot.node_addrs)
+    found = [
+        Difference(
+            "",
+            "node_addrs",
+            format_address(address),
+            _ANSWERS if address in wanted else "",
+            _ANSWERS if address in actual else "",
+        )
+        for address in wanted ^ actual
+    ]
+    flags = setting_flags(plan)
+    if flags != snapshot.flags:
+        expected, seen = (_flags(each, _SETTING_FLAGS) for each in (flags, snapshot.flags))
+        found.append(Difference("", "settings", "flags", expected, seen))
+    return found
+
+
+_ANSWERS = "NodePorts answer"
 
 
 def _words(name: ServicePortName) -> str:
@@ -96,95 +132,106 @@ def _frontend_differences(
     planned: PlannedPort,
     entry: PortEntry,
     frontends: dict[bytes, FrontendEntry],
-    names: dict[int, ServicePortName],
+    names: Mapping[int, ServicePortName],
 ) -> Iterable[Difference]:
     for frontend in planned.frontends:
         actual = frontends.pop(encode_frontend(frontend), None)
         what = f"{format_endpoint(frontend.address, frontend.port)} {frontend.protocol.name}"
-        wanted = f"{frontend.kind.value} of {planned.name}"
+        wanted = _frontend(frontend.kind.value, scope_of(frontend.kind), str(planned.name))
         if actual is None:
             yield Difference(str(planned.name), "frontends", what, wanted, "")
             continue
-        kind = KINDS.get(actual.kind)
-        if actual.id != entry.id or kind is not frontend.kind or actual.scope != scope_of(kind):
-            seen = f"{kind.value if kind else actual.kind} of {names.get(actual.id, actual.id)}"
+        seen = _frontend(
+            _kind(actual),
+            actual.scope,
+            str(planned.name) if actual.id == entry.id else _owner(actual.id, names),
+        )
+        if seen != wanted:
             yield Difference(str(planned.name), "frontends", what, wanted, seen)
+
+
+def _kind(entry: FrontendEntry) -> str:
+    kind = KINDS.get(entry.kind)
+    return kind.value if kind else f"kind {entry.kind}"
+
+
+def _owner(service_port_id: int, names: Mapping[int, ServicePortName]) -> str:
+    """Names alone may be equal: of two protocols, of two families."""
+    name = names.get(service_port_id)
+    return f"{name} (id {service_port_id})" if name else f"id {service_port_id}"
+
+
+def _frontend(kind: str, scope: int, owner: str) -> str:
+    """In words: ``LoadBalancer of default/web, external``."""
+    return f"{kind} of {owner}, {_SCOPES.get(scope, f'scope {scope}')}"
 
 
 def _port_differences(
     planned: PlannedPort, entry: PortEntry, snapshot: Snapshot, members: set[bytes]
 ) -> Iterable[Difference]:
     name = str(planned.name)
-    internal = snapshot.backends[entry.id]
-    drains = terminating(planned)
-    count = entry.words[INTERNAL].length
-    yield from _compare(
-        name,
-        "internal",
-        _printed(planned.internal, (*planned.internal.backends, *drains)),
-        _seen(entry.words[INTERNAL], internal, entry.id),
-    )
-    if planned.external is not None:
-        yield from _compare(
-            name,
-            "external",
-            _printed(planned.external, planned.external.backends),
-            _seen(entry.words[EXTERNAL], snapshot.external[entry.id], entry.id),
-        )
-    if count == len(planned.internal.backends) and entry.draining != len(drains):
-        yield Difference(name, "ports", "draining", str(len(drains)), str(entry.draining))
     encoded = encode(planned, entry.id)
-    for scope, slots in enumerate(encoded.scopes):
-        if slots.flags != entry.words[scope].flags:
-            yield Difference(
-                name,
-                "ports",
-                f"flags {'internal' if scope == INTERNAL else 'external'}",
-                str(slots.flags),
-                str(entry.words[scope].flags),
-            )
-    for what, wanted, actual in (
+    yield from _set_differences(planned, entry, snapshot)
+    for which, slots in enumerate(encoded.sets):
+        actual = entry.words[which].flags
+        if slots.flags != actual:
+            expected, seen = (_flags(each, _WORD_FLAGS) for each in (slots.flags, actual))
+            yield Difference(name, "ports", f"{_SETS[which]} flags", expected, seen)
+    for what, wanted, got in (
         ("affinity seconds", planned.affinity_s, entry.affinity_s),
         ("internal policy", planned.internal_policy.value, entry.internal_policy.value),
         ("external policy", planned.external_policy.value, entry.external_policy.value),
+        ("source ranges", _closed_for(encoded.port_flags), _closed_for(entry.flags)),
     ):
-        if wanted != actual:
-            yield Difference(name, "ports", what, str(wanted), str(actual))
+        if wanted != got:
+            yield Difference(name, "ports", what, str(wanted), str(got))
     for key in sorted(encoded.members ^ members):
         member = MEMBER_KEY.unpack(key)
-        what = format_endpoint(member.address, int.from_bytes(member.port))
+        role = _ROLES.get(member.role, f"role {member.role}")
+        what = f"{role} {format_endpoint(member.address, int.from_bytes(member.port))}"
         there = "member" if key in encoded.members else ""
         yield Difference(name, "members", what, there, "" if there else "member")
 
 
-def _compare(
-    name: str, scope: str, wanted: dict[str, str], actual: dict[str, str]
+def _set_differences(
+    planned: PlannedPort, entry: PortEntry, snapshot: Snapshot
 ) -> Iterable[Difference]:
-    for what in sorted(wanted.keys() | actual.keys()):
-        if wanted.get(what, "") != actual.get(what, ""):
+    """The two sets, and what stands behind the cluster set's range."""
+    active = entry.words[CLUSTER].length
+    slots = snapshot.cluster[entry.id]
+    for where, wanted, held in (
+        (_SETS[CLUSTER], planned.cluster.backends, slots[:active]),
+        (_SETS[LOCAL], planned.local.backends, snapshot.local[entry.id]),
+        ("draining", terminating(planned), slots[active:]),
+    ):
+        expected = {format_endpoint(one.address, one.port): _state(one) for one in wanted}
+        actual = {
+            format_endpoint(slot.address, slot.port): _state(slot)
+            if slot.owner == entry.id
+            else f"slot of id {slot.owner}"
+            for slot in held
+        }
+        for what in sorted(expected.keys() | actual.keys()):
+            if expected.get(what, "") != actual.get(what, ""):
+                yield Difference(
+                    str(planned.name),
+                    "backends",
+                    f"{where} {what}",
+                    expected.get(what, ""),
+                    actual.get(what, ""),
+                )
+        if expected == actual and len(wanted) != len(held):
             yield Difference(
-                name, "backends", f"{scope} {what}", wanted.get(what, ""), actual.get(what, "")
+                str(planned.name), "ports", f"{where} count", str(len(wanted)), str(len(held))
             )
 
 
-def _printed(selection: Selection, backends: Iterable[Backend]) -> dict[str, str]:
-    """Each backend by its printed address, or the verdict where there is none."""
-    printed = {format_endpoint(b.address, b.port): _state(b) for b in backends}
-    if selection.verdict is not Verdict.FORWARD:
-        printed["verdict"] = selection.verdict.value
-    return printed
+def _closed_for(port_flags: int) -> str:
+    return _flags(port_flags & _RANGES, _PORT_FLAGS)
 
 
-def _seen(word: Word, slots: Iterable[BackendEntry], owner: int) -> dict[str, str]:
-    printed = {}
-    if not word.length:
-        printed["verdict"] = (
-            Verdict.DROP.value if word.flags & _NONE_LOCAL else Verdict.REJECT.value
-        )
-    for slot in slots:
-        state = _state(slot) if slot.owner == owner else f"slot of id {slot.owner}"
-        printed[format_endpoint(slot.address, slot.port)] = state
-    return printed
+def _flags(flags: int, words: Mapping[int, str]) -> str:
+    return " ".join(flag_words(flags, words)) or "none set"
 
 
 def _state(backend: Backend | BackendEntry) -> str:

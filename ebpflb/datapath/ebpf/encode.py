@@ -20,6 +20,9 @@ from ebpflb.datapath.ebpf.tables import (
     KIND_PROBE,
     KINDS,
     MEMBER_KEY,
+    NODE_ADDRESS_KEY,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
 )
 from ebpflb.model import (
     Address,
@@ -27,6 +30,7 @@ from ebpflb.model import (
     Family,
     Frontend,
     FrontendKind,
+    Plan,
     PlannedPort,
     Policy,
     Protocol,
@@ -42,9 +46,20 @@ _VERDICT_FLAGS = {
 }
 _LOCAL = abi.CONSTANTS["BACKEND_LOCAL"]
 _TERMINATING = abi.CONSTANTS["BACKEND_TERMINATING"]
+_CLUSTER_ROLE = abi.CONSTANTS["MEMBER_CLUSTER"]
+_LOCAL_ROLE = abi.CONSTANTS["MEMBER_LOCAL"]
 _SERVING_ROLE = abi.CONSTANTS["MEMBER_SERVING"]
+_LOOPBACK_FLAGS = {
+    Family.IPV4: abi.CONSTANTS["SETTING_LOOPBACK4"],
+    Family.IPV6: abi.CONSTANTS["SETTING_LOOPBACK6"],
+}
+_TELLS_PODS_FLAGS = {
+    Family.IPV4: abi.CONSTANTS["SETTING_TELLS_PODS4"],
+    Family.IPV6: abi.CONSTANTS["SETTING_TELLS_PODS6"],
+}
 
 MEMBER_VALUE = bytes(abi.LAYOUTS["member_value"].size)
+NODE_ADDRESS_VALUE = bytes(abi.LAYOUTS["node_address"].size)
 
 # Addresses that nobody has: reserved, and discard-only (RFC 1112, RFC 6666). A connected UDP
 # socket sends nothing, so a probe that no hook meets stays on the machine.
@@ -56,7 +71,7 @@ PROBE_ADDRESSES: Mapping[Family, Address] = {
 
 
 class Slots(NamedTuple):
-    """The range of one scope: ``active`` slots take new connections, those behind them drain."""
+    """The range of one set: ``active`` slots take new connections, those behind them drain."""
 
     raw: bytes
     active: int
@@ -68,13 +83,9 @@ class Slots(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Keys and values as the maps have them. ``scopes`` is by scope number.
+    """Keys and values as the maps have them. ``sets`` is by set: cluster, local."""
 
-    ``shared``: the external scope uses the internal range, and has no slots of its own.
-    """
-
-    scopes: tuple[Slots, Slots]
-    shared: bool
+    sets: tuple[Slots, Slots]
     draining: int
     affinity_s: int
     port_flags: int
@@ -87,28 +98,25 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
     common = abi.CONSTANTS["WORD_AFFINITY"] if planned.affinity_s else 0
     if not planned.socket_lb:
         common |= abi.CONSTANTS["WORD_UNTOUCHED"]
-    external = planned.external or Selection(Verdict.REJECT, ())
-    shared = bool(external.backends) and external.backends == planned.internal.backends
 
-    def slots(selection: Selection, backends: tuple[Backend, ...]) -> Slots:
+    def slots(selection: Selection, behind: tuple[Backend, ...]) -> Slots:
         return Slots(
-            encode_backends(backends, service_port_id),
+            encode_backends((*selection.backends, *behind), service_port_id),
             len(selection.backends),
             common | _VERDICT_FLAGS[selection.verdict],
         )
 
+    drains = terminating(planned)
     return Encoded(
-        scopes=(
-            slots(planned.internal, (*planned.internal.backends, *terminating(planned))),
-            slots(external, () if shared else external.backends),
-        ),
-        shared=shared,
-        draining=len(terminating(planned)),
+        sets=(slots(planned.cluster, drains), slots(planned.local, ())),
+        draining=len(drains),
         affinity_s=planned.affinity_s,
         port_flags=_port_flags(planned),
         frontends={
             encode_frontend(frontend): FRONTEND_VALUE.pack(
-                service_port_id, _KIND_NUMBERS[frontend.kind], scope_of(frontend.kind)
+                service_port_id,
+                _KIND_NUMBERS[frontend.kind],
+                scope_of(frontend.kind),
             )
             for frontend in planned.frontends
         },
@@ -117,7 +125,7 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
 
 
 def terminating(planned: PlannedPort) -> tuple[Backend, ...]:
-    """What stands behind the internal range, for those who read the map.
+    """What stands behind the cluster range, for those who read the map.
 
     What drains only because a policy or a topology keeps new connections away is a member and no
     more: listed with the range it would look as if it could be reached.
@@ -127,6 +135,17 @@ def terminating(planned: PlannedPort) -> tuple[Backend, ...]:
 
 def scope_of(kind: FrontendKind) -> int:
     return INTERNAL if kind is FrontendKind.CLUSTER_IP else EXTERNAL
+
+
+def encode_node_addresses(plan: Plan) -> frozenset[bytes]:
+    """The keys of `node_addrs`."""
+    return frozenset(map(NODE_ADDRESS_KEY.pack, plan.node_ports.addresses))
+
+
+def setting_flags(plan: Plan) -> int:
+    """What the programs must know of the node as a whole."""
+    flags = sum(_LOOPBACK_FLAGS[family] for family in plan.node_ports.loopback)
+    return flags | sum(_TELLS_PODS_FLAGS[family] for family in plan.tells_pods)
 
 
 def encode_backends(backends: Iterable[Backend], owner: int) -> bytes:
@@ -160,17 +179,19 @@ def _port_flags(planned: PlannedPort) -> int:
         flags |= abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
     if planned.external_policy is Policy.LOCAL:
         flags |= abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
+    if planned.source_ranges and planned.socket_lb:  # LB-05, LB-06
+        flags |= PORT_LB_NO_PODS if planned.node_in_ranges else PORT_LB_NO_PODS | PORT_LB_NO_HOST
     return flags
 
 
 def _members(planned: PlannedPort, service_port_id: int) -> frozenset[bytes]:
     """Only what a program may have to look up later: records of affinity, and UDP's flows."""
-    external = planned.external.backends if planned.external else ()
+    cluster, local = planned.cluster.backends, planned.local.backends
     roles: list[tuple[int, Iterable[Backend]]] = []
     if planned.affinity_s:
-        roles += [(INTERNAL, planned.internal.backends), (EXTERNAL, external)]
+        roles += [(_CLUSTER_ROLE, cluster), (_LOCAL_ROLE, local)]
     if planned.name.protocol is Protocol.UDP:
-        roles.append((_SERVING_ROLE, (*planned.internal.backends, *external, *planned.draining)))
+        roles.append((_SERVING_ROLE, (*cluster, *local, *planned.draining)))
     return frozenset(
         MEMBER_KEY.pack(backend.address, backend.port.to_bytes(2), role, service_port_id)
         for role, backends in roles

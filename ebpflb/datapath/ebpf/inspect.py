@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from ebpflb.datapath.ebpf import abi, libbpf, rows
+from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.maps import Map, PinFolder, lock_holder
 from ebpflb.datapath.ebpf.rows import PROBE, SETTINGS, Row
 from ebpflb.datapath.ebpf.tables import (
@@ -31,6 +32,7 @@ from ebpflb.datapath.ebpf.tables import (
     read_frontends,
     read_members,
     read_names,
+    read_node_addrs,
 )
 from ebpflb.errors import ConfigError, DatapathError
 
@@ -108,6 +110,7 @@ class Inspector:
         """The entries of the map ``name`` of DUMPABLE, in stable order."""
         readers: Mapping[str, Callable[[], Sequence[Row]]] = {
             "frontends": lambda: rows.frontend_rows(read_frontends(self._tables), self.names),
+            "node_addrs": lambda: rows.node_address_rows(read_node_addrs(self._tables)),
             "ports": lambda: rows.port_rows(self.snapshot.ports, self.names),
             "backends": lambda: rows.backend_rows(self.snapshot),
             "affinity": self._affinity,
@@ -232,6 +235,12 @@ def _nothing(pin_path: Path) -> DatapathError:
         hint="nothing of ebpflb is pinned here; start the agent (ebpflb run), "
         "or name another folder with --pin-path",
     )
+
+
+def attachment(pin_path: Path, cgroup: Path, left: Mapping[str, object]) -> Attachment:
+    """The links there, as the agent, which ``left`` word of it, wants them."""
+    bind = left.get("protect_nodeports")
+    return Attachment(pin_path, cgroup, bind=bind if isinstance(bind, bool) else None)
 
 
 # --- who writes them -----------------------------------------------------------------------------

@@ -38,7 +38,10 @@ PROG_CGROUP_SOCK_ADDR = 18
 HELPER_SET_RETVAL = 187
 
 _ANY = 0
+_NOEXIST = 1
+_EXIST = 2
 _BATCH = 4096
+_ENOTSUPP = 524  # the kernel's own, which errno does not know
 
 
 class _CreateOpts(ctypes.Structure):
@@ -198,6 +201,44 @@ def update(fd: int, name: str, key: bytes, value: bytes) -> None:
     _call("write to map", name, "bpf_map_update_elem", fd, key, value, ctypes.c_uint64(_ANY))
 
 
+def insert(fd: int, name: str, key: bytes, value: bytes) -> bool:
+    """Write an entry where there is none; False where there is one, which stays."""
+    return _update_unless(errno.EEXIST, _update(fd, key, value, _NOEXIST), name)
+
+
+def replace(fd: int, name: str, key: bytes, value: bytes) -> bool:
+    """Overwrite an entry; False where there is none, and none is made."""
+    return _update_unless(errno.ENOENT, _update(fd, key, value, _EXIST), name)
+
+
+def _update(fd: int, key: bytes, value: bytes, flag: int) -> int:
+    return int(_lib().bpf_map_update_elem(fd, key, value, ctypes.c_uint64(flag)))
+
+
+def _update_unless(otherwise: int, result: int, name: str) -> bool:
+    if result < 0 and result != -otherwise:
+        raise _error("write to map", name, -result)
+    return result == 0
+
+
+def take(fd: int, name: str, key: bytes, size: int) -> bytes | None:
+    """Delete an entry of a hash map; returns the very value that was deleted.
+
+    Before 5.14 the kernel cannot do it in one go: there it is what was there just before.
+    """
+    value = ctypes.create_string_buffer(size)
+    result = int(_lib().bpf_map_lookup_and_delete_elem(fd, key, value))
+    if result == -errno.ENOENT:
+        return None
+    if result in {-errno.EINVAL, -errno.EOPNOTSUPP, -_ENOTSUPP}:
+        before = lookup(fd, name, key, size)
+        delete(fd, name, key)
+        return before
+    if result < 0:
+        raise _error("delete from map", name, -result)
+    return value.raw
+
+
 def delete(fd: int, name: str, key: bytes) -> None:
     """Deleting what is not there is no error."""
     result = int(_lib().bpf_map_delete_elem(fd, key))
@@ -330,7 +371,7 @@ def share_one_heap() -> None:
         _libc().mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
 
 
-# --- the order of stores, and the end of readers -----------------------------------------------
+# --- the order of stores -----------------------------------------------------------------------
 
 _MEMBARRIER_PRIVATE_EXPEDITED = 8
 _MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 16
@@ -358,6 +399,21 @@ else:
         """Stores before come before stores after, for every CPU."""
         _register_barrier()
         _libc().syscall(_NR_MEMBARRIER, _MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+
+
+# --- network namespaces ------------------------------------------------------------------------
+
+_CLONE_NEWNET = 0x40000000
+
+
+def enter_netns(fd: int) -> None:
+    """Put the calling thread, and no other, into a network namespace. Raises OSError."""
+    if _libc().setns(fd, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+# --- the end of readers ------------------------------------------------------------------------
 
 
 class GracePeriod:

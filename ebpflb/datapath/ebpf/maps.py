@@ -32,6 +32,7 @@ DEFAULT_SIZES: Mapping[str, int] = {
     "members": 131_072,
     "udp_conn": 65_536,
     "names": 32_768,
+    "node_addrs": 16_384,
 }
 """Entries of the maps whose size is an option (``--map-size NAME=N``)."""
 

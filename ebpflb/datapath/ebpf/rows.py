@@ -11,16 +11,20 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ebpflb.datapath.ebpf import abi
 from ebpflb.datapath.ebpf.tables import (
+    CLUSTER,
     EXTERNAL,
     INTERNAL,
     KIND_PROBE,
     KINDS,
+    LOCAL,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
     BackendEntry,
     FrontendEntry,
     MemberEntry,
@@ -29,7 +33,7 @@ from ebpflb.datapath.ebpf.tables import (
     Word,
     index_of,
 )
-from ebpflb.model import Family, FrontendKind, Protocol, family_of, format_address
+from ebpflb.model import Family, FrontendKind, Policy, Protocol, family_of, format_address
 
 AFFINITY_KEY = abi.LAYOUTS["affinity_key"]
 AFFINITY_VALUE = abi.LAYOUTS["affinity_value"]
@@ -38,12 +42,16 @@ PROBE = abi.LAYOUTS["probe"]
 SETTINGS = abi.LAYOUTS["settings"]
 
 _SCOPE_WORDS = abi.names_of("SCOPE_")
+_SET_WORDS = abi.names_of("SET_")
 _WORD_FLAGS = abi.names_of("WORD_")
+_PORT_FLAGS = abi.names_of("PORT_")
+_SETTING_FLAGS = abi.names_of("SETTING_")
 _ROLES = abi.names_of("MEMBER_")
 _HOOKS = abi.names_of("HOOK_")
 _NONE_LOCAL = abi.CONSTANTS["WORD_NONE_LOCAL"]
 _UNTOUCHED = abi.CONSTANTS["WORD_UNTOUCHED"]
 _KIND_ORDER = tuple(KINDS.values())
+_DRAINING = "draining"
 _NS_PER_S = 10**9
 
 
@@ -55,7 +63,10 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class FrontendRow(Row, frozen=True):
-    """``type`` is ClusterIP, NodePort, ExternalIP, LoadBalancer or probe."""
+    """``type`` is ClusterIP, NodePort, ExternalIP, LoadBalancer or probe.
+
+    A NodePort's ``address`` is the unspecified one of its family.
+    """
 
     address: str
     port: int
@@ -66,22 +77,31 @@ class FrontendRow(Row, frozen=True):
     service: str | None
 
 
+class NodeAddressRow(Row, frozen=True):
+    """An address of this node at which NodePorts answer."""
+
+    address: str
+
+
 class PortRow(Row, frozen=True):
-    """A slot that is in use. ``*_base`` and ``*_count`` name the range in `backends`."""
+    """A slot that is in use, with both sets; ``flags`` say which of them is for whom.
+
+    They also say whom source ranges keep out. ``*_base`` and ``*_count`` name a set's range in
+    `backends`.
+    """
 
     slot: int
     id: int
     service: str | None
     protocol: str
     family: str
-    internal_base: int
-    internal_count: int
-    internal_flags: list[str]
-    internal_policy: str
-    external_base: int
-    external_count: int
-    external_flags: list[str]
-    external_policy: str
+    flags: list[str]
+    cluster_base: int
+    cluster_count: int
+    cluster_flags: list[str]
+    local_base: int
+    local_count: int
+    local_flags: list[str]
     draining: int
     affinity_seconds: int
 
@@ -89,7 +109,7 @@ class PortRow(Row, frozen=True):
 class BackendRow(Row, frozen=True):
     """A slot in a range that is in use. ``id`` is its owner's.
 
-    ``ranges`` are internal, external or draining; ``flags`` are local and terminating, and
+    ``ranges`` are cluster, local or draining; ``flags`` are local and terminating, and
     foreign where the owner is not the service port whose range this is (that must never be).
     """
 
@@ -115,7 +135,7 @@ class AffinityRow(Row, frozen=True):
 
 
 class MemberRow(Row, frozen=True):
-    """``role``: internal and external take new connections, serving serves open flows."""
+    """``role``: cluster and local, the sets that it is in; serving: it serves open flows."""
 
     address: str
     port: int
@@ -166,12 +186,17 @@ class NameRow(Row, frozen=True):
 
 
 class SettingsRow(Row, frozen=True):
-    """``programs`` names the attached programs' text; ``options`` is what the agent was told."""
+    """``programs`` names the attached programs' text; ``options`` is what the agent was told.
+
+    ``flags``: loopback4 and loopback6, NodePorts answer the host there; tells_pods4 and
+    tells_pods6, pods are told from the outside.
+    """
 
     host_netns: int
     udp_timeout_seconds: int
     udp_stream_timeout_seconds: int
     programs: str
+    flags: list[str]
     options: dict[str, object]
 
 
@@ -191,7 +216,7 @@ def kind_word(number: int) -> str:
 
 def flag_words(flags: int, words: Mapping[int, str]) -> list[str]:
     """The names of the bits that are set; a bit without a name as a number."""
-    return [words.get(1 << bit, hex(1 << bit)) for bit in range(32) if flags & 1 << bit]
+    return [words.get(1 << bit, hex(1 << bit)) for bit in range(64) if flags & 1 << bit]
 
 
 def frontend_rows(entries: Iterable[FrontendEntry], names: Mapping[int, str]) -> list[FrontendRow]:
@@ -212,6 +237,11 @@ def frontend_rows(entries: Iterable[FrontendEntry], names: Mapping[int, str]) ->
     ]
 
 
+def node_address_rows(addresses: Iterable[bytes]) -> list[NodeAddressRow]:
+    """By address."""
+    return [NodeAddressRow(format_address(one)) for one in sorted(addresses, key=_address_key)]
+
+
 def port_rows(ports: Iterable[PortEntry], names: Mapping[int, str]) -> list[PortRow]:
     """By slot."""
     return [
@@ -221,14 +251,13 @@ def port_rows(ports: Iterable[PortEntry], names: Mapping[int, str]) -> list[Port
             service=names.get(port.id),
             protocol=protocol_word(port.protocol),
             family=_family(port).label,
-            internal_base=port.words[INTERNAL].base,
-            internal_count=port.words[INTERNAL].length,
-            internal_flags=flag_words(port.words[INTERNAL].flags, _WORD_FLAGS),
-            internal_policy=port.internal_policy.value,
-            external_base=port.words[EXTERNAL].base,
-            external_count=port.words[EXTERNAL].length,
-            external_flags=flag_words(port.words[EXTERNAL].flags, _WORD_FLAGS),
-            external_policy=port.external_policy.value,
+            flags=flag_words(port.flags, _PORT_FLAGS),
+            cluster_base=port.words[CLUSTER].base,
+            cluster_count=port.words[CLUSTER].length,
+            cluster_flags=flag_words(port.words[CLUSTER].flags, _WORD_FLAGS),
+            local_base=port.words[LOCAL].base,
+            local_count=port.words[LOCAL].length,
+            local_flags=flag_words(port.words[LOCAL].flags, _WORD_FLAGS),
             draining=port.draining,
             affinity_seconds=port.affinity_s,
         )
@@ -257,11 +286,11 @@ def backend_rows(snapshot: Snapshot) -> list[BackendRow]:
 def _slots(port: PortEntry, snapshot: Snapshot) -> Iterable[tuple[BackendEntry, list[str]]]:
     """Each slot of a service port once, with the ranges that it is in."""
     ranges: dict[BackendEntry, list[str]] = defaultdict(list)
-    active = port.words[INTERNAL].length
-    for i, entry in enumerate(snapshot.backends[port.id]):
-        ranges[entry].append("internal" if i < active else "draining")
-    for entry in snapshot.external[port.id]:
-        ranges[entry].append("external")
+    active = port.words[CLUSTER].length
+    for i, entry in enumerate(snapshot.cluster[port.id]):
+        ranges[entry].append(_SET_WORDS[CLUSTER] if i < active else _DRAINING)
+    for entry in snapshot.local[port.id]:
+        ranges[entry].append(_SET_WORDS[LOCAL])
     return ranges.items()
 
 
@@ -392,6 +421,7 @@ def settings_row(raw: bytes) -> SettingsRow:
         udp_timeout_seconds=values.udp_timeout_ns // _NS_PER_S,
         udp_stream_timeout_seconds=values.udp_stream_timeout_ns // _NS_PER_S,
         programs=f"{values.programs:016x}",
+        flags=flag_words(values.flags, _SETTING_FLAGS),
         options=options if isinstance(options, dict) else {},
     )
 
@@ -447,10 +477,24 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class ListedService(msgspec.Struct, frozen=True):
-    """A service port, and in words what becomes of new connections that reach no backend."""
+    """A service port, and what a table says of it beside the promised keys.
+
+    ``notes``: what becomes of new connections that reach no backend. ``frontend_marks`` and
+    ``backend_marks`` are texts, one for each frontend and backend, "" for nothing to say: whom a
+    frontend refuses, and who alone is led to a backend.
+    """
 
     service: Service
     notes: tuple[str, ...]
+    frontend_marks: tuple[str, ...]
+    backend_marks: tuple[str, ...]
+
+
+_Led = dict[str, int]
+"""Who is led to which set, in the order of `_WHO`."""
+
+_WHO = ("ClusterIP", "inside", "outside")
+"""Those who dial the ClusterIP; those of this node and those from outside at other frontends."""
 
 
 def services(snapshot: Snapshot, connections: Callable[[int], int]) -> list[ListedService]:
@@ -481,62 +525,122 @@ def _service(
     connections: Callable[[int], int],
 ) -> ListedService:
     first = parts[0]
+    led = [_led(part, frontends.get(part.id, ())) for part in parts]
+    dialled = _service_frontends(
+        (entry, part) for part in parts for entry in frontends.get(part.id, ())
+    )
+    backends = _service_backends(parts, led, snapshot)
     return ListedService(
         Service(
             service=snapshot.names.get(first.id),
             id=first.id,
             protocol=protocol_word(first.protocol),
             affinity_seconds=first.affinity_s,
-            frontends=_service_frontends(
-                entry for part in parts for entry in frontends.get(part.id, ())
-            ),
-            backends=_service_backends(parts, snapshot),
+            frontends=[frontend for frontend, _ in dialled],
+            backends=[backend for backend, _ in backends],
             internal_policy=first.internal_policy.value,
             external_policy=first.external_policy.value,
             connections=sum(connections(index_of(part.id)) for part in parts),
         ),
-        _notes(parts),
+        notes=_notes(parts, led),
+        frontend_marks=tuple(mark for _, mark in dialled),
+        backend_marks=tuple(mark for _, mark in backends),
     )
 
 
-def _service_frontends(entries: Iterable[FrontendEntry]) -> list[ServiceFrontend]:
+def _led(port: PortEntry, frontends: Iterable[FrontendEntry]) -> _Led:
+    """As the programs decide it; one without any frontend counts as one with a ClusterIP."""
+    scopes = {frontend.scope for frontend in frontends} or {INTERNAL}
+    led = {}
+    if INTERNAL in scopes:
+        led["ClusterIP"] = _set_of(port.internal_policy)
+    if EXTERNAL in scopes:
+        led["inside"] = CLUSTER
+        led["outside"] = _set_of(port.external_policy)
+    return led
+
+
+def _set_of(policy: Policy) -> int:
+    return LOCAL if policy is Policy.LOCAL else CLUSTER
+
+
+def _service_frontends(
+    entries: Iterable[tuple[FrontendEntry, PortEntry]],
+) -> list[tuple[ServiceFrontend, str]]:
+    """Each with its mark."""
     found = set()
-    for entry in entries:
+    for entry, port in entries:
         kind = KINDS.get(entry.kind)
         rank = _KIND_ORDER.index(kind) if kind else len(_KIND_ORDER)
-        if kind is FrontendKind.NODE_PORT:  # the entry of each family is a wildcard
-            found.add((rank, (0, b""), entry.port, "*", kind_word(entry.kind)))
-        else:
-            address = format_address(entry.address)
-            key = _address_key(entry.address)
-            found.add((rank, key, entry.port, address, kind_word(entry.kind)))
-    return [ServiceFrontend(address, port, kind) for _, _, port, address, kind in sorted(found)]
+        address, key = format_address(entry.address), _address_key(entry.address)
+        if kind is FrontendKind.NODE_PORT:  # each family has one, at its unspecified address
+            address, key = "*", (0, b"")
+        mark = _refuses(port) if kind is FrontendKind.LOAD_BALANCER else ""
+        found.add((rank, key, entry.port, address, kind_word(entry.kind), mark))
+    return [
+        (ServiceFrontend(address, port, kind), mark)
+        for _, _, port, address, kind, mark in sorted(found)
+    ]
 
 
-def _service_backends(parts: Sequence[PortEntry], snapshot: Snapshot) -> list[ServiceBackend]:
-    """Of all ranges; what drains is terminating, unless another range holds it as ready."""
-    found: dict[tuple[tuple[int, bytes], int], tuple[bool, bool]] = {}
-    for part in parts:
+def _refuses(port: PortEntry) -> str:
+    words = (("pods", PORT_LB_NO_PODS), ("this node", PORT_LB_NO_HOST))
+    refused = [word for word, flag in words if port.flags & flag]
+    return f"source ranges: not for {' nor '.join(refused)}" if refused else ""
+
+
+class _Seen(NamedTuple):
+    """A backend, put together from all places where it stands."""
+
+    local: bool
+    terminating: bool
+    who: frozenset[str]
+
+
+def _service_backends(
+    parts: Sequence[PortEntry], led: Sequence[_Led], snapshot: Snapshot
+) -> list[tuple[ServiceBackend, str]]:
+    """Those to which somebody is led, and those that terminate; each with its mark.
+
+    What is ready and in no set that is used takes nothing: it would look as if it could be reached.
+    """
+    found: dict[tuple[tuple[int, bytes], int], _Seen] = {}
+    all_of: dict[tuple[tuple[int, bytes], int], int] = {}
+    for part, leads in zip(parts, led, strict=True):
         for entry, ranges in _slots(part, snapshot):
             if entry.owner != part.id:
                 continue
             key = (_address_key(entry.address), entry.port)
-            ends = entry.terminating or ranges == ["draining"]
-            ends_too, local = found.get(key, (True, False))
-            found[key] = (ends and ends_too, entry.local or local)
+            who = frozenset(one for one, chosen in leads.items() if _SET_WORDS[chosen] in ranges)
+            before = found.get(key, _Seen(local=False, terminating=True, who=frozenset()))
+            found[key] = _Seen(
+                local=entry.local or before.local,
+                terminating=(entry.terminating or ranges == [_DRAINING]) and before.terminating,
+                who=before.who | who,
+            )
+            all_of[key] = len(leads)
     return [
-        ServiceBackend(
-            address=format_address(address),
-            port=port,
-            state="terminating" if ends else "ready",
-            local=local,
+        (
+            ServiceBackend(
+                address=format_address(address),
+                port=port,
+                state="terminating" if seen.terminating else "ready",
+                local=seen.local,
+            ),
+            _only(seen.who) if len(seen.who) < all_of[(family, address), port] else "",
         )
-        for ((_, address), port), (ends, local) in sorted(found.items())
+        for ((family, address), port), seen in sorted(found.items())
+        if seen.who or seen.terminating
     ]
 
 
-def _notes(parts: Sequence[PortEntry]) -> tuple[str, ...]:
-    notes = [_note(part.words) for part in parts]
+def _only(who: frozenset[str]) -> str:
+    """What only drains says so by its state."""
+    return f"only {'+'.join(one for one in _WHO if one in who)}" if who else ""
+
+
+def _notes(parts: Sequence[PortEntry], led: Sequence[_Led]) -> tuple[str, ...]:
+    notes = [_note(part.words, leads) for part, leads in zip(parts, led, strict=True)]
     if len(set(notes)) == 1:
         return (notes[0],) if notes[0] else ()
     return tuple(
@@ -544,11 +648,13 @@ def _notes(parts: Sequence[PortEntry]) -> tuple[str, ...]:
     )
 
 
-def _note(words: Sequence[Word]) -> str:
+def _note(words: Sequence[Word], led: _Led) -> str:
     if any(word.flags & _UNTOUCHED for word in words):
         return "left to others"
-    if any(word.length for word in words):
+    nowhere = [one for one, chosen in led.items() if not words[chosen].length]
+    if not nowhere:
         return ""
-    if any(word.flags & _NONE_LOCAL for word in words):
-        return "none on this node: refused"
-    return "none: refused"
+    at_all = any(words[led[one]].flags & _NONE_LOCAL for one in nowhere)
+    none = "none on this node" if at_all else "none"
+    whom = "" if len(nowhere) == len(led) else f" for {'+'.join(nowhere)}"
+    return f"{none}{whom}: refused"

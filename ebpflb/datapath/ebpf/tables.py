@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ebpflb.datapath.ebpf import abi, libbpf
 from ebpflb.datapath.ebpf.maps import Map
-from ebpflb.model import Family, FrontendKind, Policy, ServicePortName
+from ebpflb.model import Address, Family, FrontendKind, Policy, ServicePortName
 from ebpflb.model import Protocol as IpProtocol
 
 FRONTEND_KEY = abi.LAYOUTS["frontend_key"]
@@ -23,6 +23,8 @@ PORT = abi.LAYOUTS["port"]
 BACKEND = abi.LAYOUTS["backend"]
 MEMBER_KEY = abi.LAYOUTS["member_key"]
 NAME = abi.LAYOUTS["name"]
+NODE_ADDRESS_KEY = abi.LAYOUTS["node_address_key"]
+SETTINGS = abi.LAYOUTS["settings"]
 ID = struct.Struct("=I")
 
 INDEX_BITS = abi.CONSTANTS["ABI_ID_INDEX_BITS"]
@@ -31,7 +33,9 @@ GENERATIONS = 1 << (32 - INDEX_BITS)
 COUNT_SHIFT = abi.CONSTANTS["ABI_WORD_COUNT_SHIFT"]
 FLAGS_SHIFT = abi.CONSTANTS["ABI_WORD_FLAGS_SHIFT"]
 MAX_COUNT = (1 << (FLAGS_SHIFT - COUNT_SHIFT)) - 1
-SCOPES = abi.CONSTANTS["SCOPE_COUNT"]
+SETS = abi.CONSTANTS["SET_COUNT"]
+CLUSTER = abi.CONSTANTS["SET_CLUSTER"]
+LOCAL = abi.CONSTANTS["SET_LOCAL"]
 INTERNAL = abi.CONSTANTS["SCOPE_INTERNAL"]
 EXTERNAL = abi.CONSTANTS["SCOPE_EXTERNAL"]
 
@@ -43,6 +47,10 @@ KINDS: Mapping[int, FrontendKind] = {
 }
 KIND_PROBE = abi.CONSTANTS["KIND_PROBE"]
 PORT_IPV6 = abi.CONSTANTS["PORT_IPV6"]
+PORT_INTERNAL_LOCAL = abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
+PORT_EXTERNAL_LOCAL = abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
+PORT_LB_NO_PODS = abi.CONSTANTS["PORT_LB_NO_PODS"]
+PORT_LB_NO_HOST = abi.CONSTANTS["PORT_LB_NO_HOST"]
 
 
 class Table(Protocol):
@@ -60,6 +68,7 @@ class Tables(Protocol):
     frontends: Table
     members: Table
     names: Table
+    node_addrs: Table
     port_entries: int
     backend_entries: int
 
@@ -69,17 +78,21 @@ class Tables(Protocol):
         ...
 
     def set_port_field(self, index: int, offset: int, value: int) -> None:
-        """One aligned 32-bit store."""
+        """Everything stored so far, then one aligned 32-bit store."""
         ...
 
-    def publish(self, index: int, scope: int, word: int) -> None:
-        """Everything stored so far, then one aligned 64-bit store of the word."""
+    def publish(self, index: int, which: int, word: int) -> None:
+        """Everything stored so far, then one aligned 64-bit store of the word of a set."""
         ...
 
     def read_ports(self) -> bytes: ...
     def read_backends(self, base: int, count: int) -> bytes: ...
     def write_backends(self, base: int, slots: bytes) -> None: ...
     def clear_connections(self, index: int) -> None: ...
+    def read_flags(self) -> int: ...
+    def write_flags(self, flags: int) -> None:
+        """Set the flags of `settings`: one aligned 64-bit store."""
+        ...
 
 
 class KernelTables:
@@ -89,6 +102,8 @@ class KernelTables:
         self.frontends: Table = maps["frontends"]
         self.members: Table = maps["members"]
         self.names: Table = maps["names"]
+        self.node_addrs: Table = maps["node_addrs"]
+        self._settings = maps["settings"].memory()
         self._connections = maps["connections"]
         self._ports = maps["ports"].memory()
         self._ports32 = self._ports.view.cast("I")
@@ -103,11 +118,12 @@ class KernelTables:
         self._ports.view[index * PORT.size : (index + 1) * PORT.size] = value
 
     def set_port_field(self, index: int, offset: int, value: int) -> None:
+        libbpf.store_barrier()
         self._ports32[(index * PORT.size + offset) // 4] = value
 
-    def publish(self, index: int, scope: int, word: int) -> None:
+    def publish(self, index: int, which: int, word: int) -> None:
         libbpf.store_barrier()
-        self._ports.words[index * PORT.size // 8 + scope] = word
+        self._ports.words[index * PORT.size // 8 + which] = word
 
     def read_ports(self) -> bytes:
         return bytes(self._ports.view)
@@ -122,6 +138,12 @@ class KernelTables:
     def clear_connections(self, index: int) -> None:
         self._connections.clear_per_cpu(index)
 
+    def read_flags(self) -> int:
+        return int(self._settings.words[SETTINGS.offsets["flags"] // 8])
+
+    def write_flags(self, flags: int) -> None:
+        self._settings.words[SETTINGS.offsets["flags"] // 8] = flags
+
     def connections(self, index: int) -> int:
         """Connections made so far to the service port at ``index``."""
         return sum(self._connections.per_cpu(index))
@@ -130,13 +152,14 @@ class KernelTables:
         self._ports32.release()
         self._ports.close()
         self._backends.close()
+        self._settings.close()
 
 
 # --- words and ids -----------------------------------------------------------------------------
 
 
 class Word(NamedTuple):
-    """What is published for one scope of a service port."""
+    """What is published for one set of a service port."""
 
     base: int
     length: int
@@ -179,18 +202,31 @@ def parse_name(text: str, protocol: IpProtocol, family: Family) -> ServicePortNa
 
 
 class PortEntry(NamedTuple):
-    """A live slot of `ports`. ``name`` is None where `names` does not know the id."""
+    """A live slot of `ports`. ``name`` is None where `names` does not know the id.
+
+    ``words`` are by set: CLUSTER, LOCAL. ``flags`` are PORT_…
+    """
 
     slot: int
     id: int
     name: ServicePortName | None
     protocol: int
-    ipv6: bool
+    flags: int
     words: tuple[Word, ...]
     affinity_s: int
     draining: int
-    internal_policy: Policy
-    external_policy: Policy
+
+    @property
+    def ipv6(self) -> bool:
+        return bool(self.flags & PORT_IPV6)
+
+    @property
+    def internal_policy(self) -> Policy:
+        return Policy.LOCAL if self.flags & PORT_INTERNAL_LOCAL else Policy.CLUSTER
+
+    @property
+    def external_policy(self) -> Policy:
+        return Policy.LOCAL if self.flags & PORT_EXTERNAL_LOCAL else Policy.CLUSTER
 
 
 class FrontendEntry(NamedTuple):
@@ -227,9 +263,14 @@ class Snapshot(NamedTuple):
     frontends: tuple[FrontendEntry, ...]
     members: tuple[MemberEntry, ...]
     names: Mapping[int, str]
-    backends: Mapping[int, tuple[BackendEntry, ...]]
-    """By service-port id: the internal range with what drains behind it."""
-    external: Mapping[int, tuple[BackendEntry, ...]]
+    cluster: Mapping[int, tuple[BackendEntry, ...]]
+    """By service-port id: the range of the cluster set with what drains behind it."""
+    local: Mapping[int, tuple[BackendEntry, ...]]
+    """By service-port id: the range of the local set."""
+    node_addrs: tuple[Address, ...]
+    """Where NodePorts answer, sorted."""
+    flags: int
+    """Those of `settings` (SETTING_…)."""
 
 
 def unpack_backends(base: int, raw: bytes) -> tuple[BackendEntry, ...]:
@@ -254,27 +295,20 @@ def unpack_port(index: int, raw: bytes, names: Mapping[int, str]) -> PortEntry |
     port: Any = PORT.unpack(raw)
     if not port.id:
         return None
-    ipv6 = bool(port.flags & abi.CONSTANTS["PORT_IPV6"])
     try:
-        family = Family.IPV6 if ipv6 else Family.IPV4
+        family = Family.IPV6 if port.flags & PORT_IPV6 else Family.IPV4
         name = parse_name(names[port.id], IpProtocol(port.protocol), family)
     except (KeyError, ValueError):
         name = None
-
-    def policy(flag: str) -> Policy:
-        return Policy.LOCAL if port.flags & abi.CONSTANTS[flag] else Policy.CLUSTER
-
     return PortEntry(
         slot=index,
         id=port.id,
         name=name,
         protocol=port.protocol,
-        ipv6=ipv6,
+        flags=port.flags,
         words=tuple(unpack_word(word) for word in memoryview(port.word).cast("Q")),
         affinity_s=port.affinity_s,
         draining=port.draining,
-        internal_policy=policy("PORT_INTERNAL_LOCAL"),
-        external_policy=policy("PORT_EXTERNAL_LOCAL"),
     )
 
 
@@ -315,6 +349,11 @@ def read_members(tables: Tables) -> tuple[MemberEntry, ...]:
     return tuple(sorted(entries))
 
 
+def read_node_addrs(tables: Tables) -> tuple[Address, ...]:
+    keys = (key for key, _ in tables.node_addrs.items())
+    return tuple(sorted(Address(NODE_ADDRESS_KEY.unpack(key).address) for key in keys))
+
+
 def read(tables: Tables) -> Snapshot:
     """Read everything. A range that reaches out of the map is shown as far as it lies inside."""
     names = read_names(tables)
@@ -335,6 +374,8 @@ def read(tables: Tables) -> Snapshot:
         frontends=read_frontends(tables),
         members=read_members(tables),
         names=names,
-        backends={port.id: slots(port.words[INTERNAL], port.draining) for port in ports},
-        external={port.id: slots(port.words[EXTERNAL], 0) for port in ports},
+        cluster={port.id: slots(port.words[CLUSTER], port.draining) for port in ports},
+        local={port.id: slots(port.words[LOCAL], 0) for port in ports},
+        node_addrs=read_node_addrs(tables),
+        flags=tables.read_flags(),
     )

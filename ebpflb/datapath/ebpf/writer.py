@@ -6,6 +6,11 @@ The order is the point of this file:
 
 * A changed set of backends goes to a fresh range; one store of the word switches all frontends of
   the service port to it. The old range is free after a grace period.
+* A changed policy is one store of the flags, which makes another set visible to its frontends:
+  that set's word goes before it, and the word of the set that it hides goes after it.
+* Source ranges are flags beside the policies. Whom they begin to keep out is kept out before any
+  word changes. Whom they no longer keep out is let in after all words have, and not while somebody
+  may still hold an address that went with the ranges.
 * A new service port is complete before its first frontend is inserted; of one that goes, the
   frontends go first, and the rest after a grace period.
 * A frontend's value is never replaced, and nothing is inserted into `frontends` while an element
@@ -29,27 +34,34 @@ from typing import NamedTuple
 from ebpflb.datapath.base import SyncReport
 from ebpflb.datapath.ebpf.encode import (
     MEMBER_VALUE,
+    NODE_ADDRESS_VALUE,
     Encoded,
     Slots,
     encode,
     encode_frontend,
+    encode_node_addresses,
     probe_frontends,
+    setting_flags,
 )
 from ebpflb.datapath.ebpf.grace import Gate
 from ebpflb.datapath.ebpf.ranges import Range, Ranges
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
-    EXTERNAL,
+    CLUSTER,
     FRONTEND_VALUE,
     GENERATIONS,
     ID,
     INDEX_BITS,
-    INTERNAL,
     KIND_PROBE,
+    LOCAL,
     MAX_COUNT,
     PORT,
+    PORT_EXTERNAL_LOCAL,
+    PORT_INTERNAL_LOCAL,
     PORT_IPV6,
-    SCOPES,
+    PORT_LB_NO_HOST,
+    PORT_LB_NO_PODS,
+    SETS,
     Table,
     Tables,
     Word,
@@ -62,7 +74,7 @@ from ebpflb.datapath.ebpf.tables import (
     unpack_word,
 )
 from ebpflb.errors import DatapathError
-from ebpflb.model import Family, Plan, PlannedPort, Protocol, ServicePortName
+from ebpflb.model import Family, FrontendKind, Plan, PlannedPort, Protocol, ServicePortName
 
 MAX_UNRELEASED = 4
 """Copies of one service port's range that may wait for their grace period; more changes wait."""
@@ -70,6 +82,7 @@ MAX_UNRELEASED = 4
 _AFFINITY_OFFSET = PORT.offsets["affinity_s"]
 _DRAINING_OFFSET = PORT.offsets["draining"]
 _TAIL_OFFSET = PORT.offsets["generation"]
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
 
 
 class _NotYetError(Exception):
@@ -77,14 +90,14 @@ class _NotYetError(Exception):
 
 
 class Published(NamedTuple):
-    """What one scope of a service port has: its word, its range and what stands in that."""
+    """What one set of a service port has: its word, its range and what stands in that."""
 
     word: int = 0
     range: Range | None = None
     raw: bytes = b""
 
 
-_NOTHING = (Published(),) * SCOPES
+_NOTHING = (Published(),) * SETS
 
 
 @dataclass(slots=True)
@@ -94,23 +107,25 @@ class Programmed:
     name: ServicePortName
     index: int
     id: int
-    scopes: tuple[Published, ...] = _NOTHING
+    sets: tuple[Published, ...] = _NOTHING
     affinity_s: int = 0
     draining: int = 0
     flags: int = 0
     frontends: dict[bytes, bytes] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()
     unreleased: int = 0
+    quiet_at: int = 0
+    """When nobody can still hold a frontend of it that was deleted."""
 
-    def set(self, scope: int, now: Published) -> None:
-        self.scopes = (*self.scopes[:scope], now, *self.scopes[scope + 1 :])
+    def set(self, which: int, now: Published) -> None:
+        self.sets = (*self.sets[:which], now, *self.sets[which + 1 :])
 
     def ranges(self) -> list[Range]:
-        return [one.range for one in self.scopes if one.range]
+        return [one.range for one in self.sets if one.range]
 
     def pack(self) -> bytes:
         return PORT.pack(
-            struct.pack(f"={SCOPES}Q", *(one.word for one in self.scopes)),
+            struct.pack(f"={SETS}Q", *(one.word for one in self.sets)),
             self.id,
             self.affinity_s,
             self.draining,
@@ -150,12 +165,19 @@ class Writer:
         self._stray_members: set[bytes] = set()
         self._stray_names: set[int] = set()
         self._probe_missing: dict[bytes, bytes] = {}
+        self._node_addresses: set[bytes] = set()
+        self._flags = 0
         self._writes = 0
         self._restore()
 
     @property
     def programmed(self) -> Collection[ServicePortName]:
         return self._ports.keys()
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Of the service ports that are programmed, not of those that go. Any thread may ask."""
+        return frozenset([port.id for port in self._ports.copy().values()])
 
     @property
     def slots_used(self) -> int:
@@ -165,6 +187,10 @@ class Writer:
     @property
     def frontends_used(self) -> int:
         return len(self._owner)
+
+    @property
+    def node_addresses_used(self) -> int:
+        return len(self._node_addresses)
 
     # --- start: what is there -------------------------------------------------------------------
 
@@ -200,6 +226,8 @@ class Writer:
         self._stray_names = {one for one in names if one not in by_id}
         there = {frontend.key for frontend in frontends}
         self._probe_missing = {k: v for k, v in probe_frontends().items() if k not in there}
+        self._node_addresses = {key for key, _ in tables.node_addrs.items()}
+        self._flags = tables.read_flags()
 
         self._free = Ranges(tables.backend_entries, self._restore_ranges())
         for port in strays:
@@ -224,10 +252,10 @@ class Writer:
                 name=entry.name or ServicePortName("", f"#{entry.id}", "", Protocol.TCP, family),
                 index=index,
                 id=entry.id,
-                scopes=tuple(map(Published, memoryview(values.word).cast("Q"))),
+                sets=tuple(map(Published, memoryview(values.word).cast("Q"))),
                 affinity_s=entry.affinity_s,
                 draining=entry.draining,
-                flags=values.flags,
+                flags=entry.flags,
             )
             sane = entry.id == make_id(index, values.generation)
             other = self._ports.get(port.name)
@@ -246,28 +274,26 @@ class Writer:
     def _restore_ranges(self) -> list[Range]:
         """Adopt the ranges whose slots are all the service port's own; the rest is rewritten."""
         for port in self._ports.values():
-            internal, external = (unpack_word(one.word) for one in port.scopes)
-            outside = Range(external.base, external.length)
-            whole = Range(internal.base, internal.length + port.draining)
-            is_shared = whole.size > 0 and external.base == internal.base
-            if not is_shared:
-                self._adopt(port, EXTERNAL, outside)
+            cluster, local = (unpack_word(one.word) for one in port.sets)
+            here = Range(local.base, local.length)
+            whole = Range(cluster.base, cluster.length + port.draining)
+            self._adopt(port, LOCAL, here)
             # `draining` is stored before the word, so after a crash it may reach into what follows.
             # What is published must never count as free; it is rewritten all the same.
-            if (is_shared or not whole.overlaps(outside)) and self._adopt(port, INTERNAL, whole):
+            if not whole.overlaps(here) and self._adopt(port, CLUSTER, whole):
                 continue
-            if self._adopt(port, INTERNAL, Range(internal.base, internal.length)):
-                port.set(INTERNAL, port.scopes[INTERNAL]._replace(raw=b""))
+            if self._adopt(port, CLUSTER, Range(cluster.base, cluster.length)):
+                port.set(CLUSTER, port.sets[CLUSTER]._replace(raw=b""))
         return _without_overlaps(self._ports.values())
 
-    def _adopt(self, port: Programmed, scope: int, one: Range) -> bool:
+    def _adopt(self, port: Programmed, which: int, one: Range) -> bool:
         if not one.size or one.end > self._tables.backend_entries:
             return False
         raw = self._tables.read_backends(one.base, one.size)
         owners = memoryview(raw).cast("I")[BACKEND.offsets["owner"] // 4 :: BACKEND.size // 4]
         if any(owner != port.id for owner in owners):
             return False
-        port.set(scope, Published(port.scopes[scope].word, one, raw))
+        port.set(which, Published(port.sets[which].word, one, raw))
         return True
 
     # --- sync -----------------------------------------------------------------------------------
@@ -279,6 +305,7 @@ class Writer:
         deferred: set[ServicePortName] = set()
         self.release()
         names = self._ports.keys() | plan.ports.keys() if changed is None else set(changed)
+        self._set_node(plan, failed)
 
         inserts: dict[bytes, bytes] = {}
         inserters: dict[bytes, ServicePortName] = {}
@@ -304,6 +331,8 @@ class Writer:
                 }
                 continue
             port = self._ports[name]
+            if port.flags != encoded.port_flags:
+                deferred.add(name)
             for key, value in encoded.frontends.items():
                 if port.frontends.get(key) != value:
                     if key in port.frontends:
@@ -324,6 +353,29 @@ class Writer:
         self._bury([name for name in names if name not in plan.ports])
         return SyncReport(self._writes, failed, frozenset(deferred))
 
+    def _set_node(self, plan: Plan, failed: dict[ServicePortName, DatapathError]) -> None:
+        """What holds for the whole node: where NodePorts answer, and to whom."""
+        flags = setting_flags(plan)
+        if flags != self._flags:
+            self._tables.write_flags(flags)
+            self._flags = flags
+            self._writes += 1
+        wanted = encode_node_addresses(plan)
+        if wanted == self._node_addresses:
+            return
+        try:
+            for key in sorted(self._node_addresses - wanted):
+                self._tables.node_addrs.delete(key)
+                self._node_addresses.discard(key)
+                self._writes += 1
+            for key in sorted(wanted - self._node_addresses):
+                self._update(self._tables.node_addrs, "node_addrs", [(key, NODE_ADDRESS_VALUE)])
+                self._node_addresses.add(key)
+                self._writes += 1
+        except DatapathError as error:
+            # For each of them an address is missing, or one too many; each is tried again.
+            failed |= {port.name: error for port in plan.ports.values() if _has_node_port(port)}
+
     def _frontends_of(self, name: ServicePortName) -> set[bytes]:
         port = self._ports.get(name)
         return set(port.frontends) if port else set()
@@ -332,6 +384,8 @@ class Writer:
         """Everything of a service port but its frontends."""
         port = self._ports.get(planned.name) or self._create(planned.name)
         encoded = encode(planned, port.id)
+        # Closed at once, also where members or backends must wait or have no room.
+        self._set_flags(port, port.flags | encoded.port_flags & _RANGES)
         self._add_members(port, encoded.members - port.members)
         self._publish(port, encoded)
         self._drop_members(port, port.members - encoded.members)
@@ -383,35 +437,53 @@ class Writer:
         fresh: dict[int, Range] = {}
         replaced: list[Range] = []
         try:
-            for scope, slots in enumerate(encoded.scopes):
-                if slots.raw and slots.raw != port.scopes[scope].raw:
-                    fresh[scope] = self._take(port, slots)
+            for which, slots in enumerate(encoded.sets):
+                if slots.raw and slots.raw != port.sets[which].raw:
+                    fresh[which] = self._take(port, slots)
         except (DatapathError, _NotYetError):
             for one in fresh.values():
                 self._free.give_back(one)
             raise
-        for scope, slots in enumerate(encoded.scopes):
-            before = port.scopes[scope]
+        for which, slots in enumerate(encoded.sets):
+            before = port.sets[which]
             if slots.raw == before.raw:
                 continue
-            if scope in fresh:
-                self._tables.write_backends(fresh[scope].base, slots.raw)
+            if which in fresh:
+                self._tables.write_backends(fresh[which].base, slots.raw)
                 self._writes += slots.size
             if before.range:
                 replaced.append(before.range)
-            port.set(scope, Published(before.word, fresh.get(scope), slots.raw))
-        self._set_fields(port, encoded)
-        for scope, slots in enumerate(encoded.scopes):
-            used = port.scopes[INTERNAL if encoded.shared else scope].range
-            word = Word(used.base if used else 0, slots.active, slots.flags).pack()
-            before = port.scopes[scope]
-            if word != before.word:
-                self._tables.publish(port.index, scope, word)
-                port.set(scope, before._replace(word=word))
-                self._writes += 1
+            port.set(which, Published(before.word, fresh.get(which), slots.raw))
+        self._switch(port, encoded)
         if replaced:
             port.unreleased += 1
             self._retired.append(_Retired(self._gate.ticket(), replaced, port))
+
+    def _switch(self, port: Programmed, encoded: Encoded) -> None:
+        """Show what is written; see above for the order."""
+        self._set_fields(port, encoded)
+        for which in _appearing(port.flags, encoded.port_flags):
+            self._set_word(port, which, encoded.sets[which])
+        self._set_flags(port, encoded.port_flags | port.flags & _RANGES)
+        for which, slots in enumerate(encoded.sets):
+            self._set_word(port, which, slots)
+        if port.flags != encoded.port_flags and not self._is_leaving(port, encoded):
+            self._set_flags(port, encoded.port_flags)
+
+    def _is_leaving(self, port: Programmed, encoded: Encoded) -> bool:
+        """Whether somebody may reach ``port`` at an address that is no longer planned."""
+        return self._gate.done() < port.quiet_at or any(
+            encoded.frontends.get(key) != value for key, value in port.frontends.items()
+        )
+
+    def _set_word(self, port: Programmed, which: int, slots: Slots) -> None:
+        before = port.sets[which]
+        base = before.range.base if before.range else 0
+        word = Word(base, slots.active, slots.flags).pack()
+        if word != before.word:
+            self._tables.publish(port.index, which, word)
+            port.set(which, before._replace(word=word))
+            self._writes += 1
 
     def _take(self, port: Programmed, slots: Slots) -> Range:
         if port.unreleased >= MAX_UNRELEASED:
@@ -439,10 +511,12 @@ class Writer:
             tables.set_port_field(port.index, _DRAINING_OFFSET, encoded.draining)
             port.draining = encoded.draining
             self._writes += 1
-        if encoded.port_flags != port.flags:
-            port.flags = encoded.port_flags
+
+    def _set_flags(self, port: Programmed, flags: int) -> None:
+        if flags != port.flags:
+            port.flags = flags
             tail = int.from_bytes(port.pack()[_TAIL_OFFSET:], sys.byteorder)
-            tables.set_port_field(port.index, _TAIL_OFFSET, tail)
+            self._tables.set_port_field(port.index, _TAIL_OFFSET, tail)
             self._writes += 1
 
     # --- frontends ------------------------------------------------------------------------------
@@ -492,6 +566,7 @@ class Writer:
         self, keys: set[bytes], failed: dict[ServicePortName, DatapathError]
     ) -> None:
         deleted = False
+        losers = []
         for key in sorted(keys):
             owner = self._owner.get(key)
             try:
@@ -504,10 +579,13 @@ class Writer:
             self._writes += 1
             if owner is not None:
                 del self._owner[key]
-                self._ports[owner].frontends.pop(key, None)
+                losers.append(self._ports[owner])
+                losers[-1].frontends.pop(key, None)
             self._stray_frontends.discard(key)
         if deleted:
             self._frontends_quiet_at = self._gate.ticket()
+        for port in losers:
+            port.quiet_at = self._frontends_quiet_at
 
     def _drop_strays(self, deletes: set[bytes]) -> None:
         deletes |= self._stray_frontends
@@ -558,7 +636,7 @@ class Writer:
             return False
         self._tables.write_port(
             port.index,
-            PORT.pack(bytes(8 * SCOPES), 0, 0, 0, self._generations[port.index], 0, 0),
+            PORT.pack(bytes(8 * SETS), 0, 0, 0, self._generations[port.index], 0, 0),
         )
         entry.ranges += port.ranges()
         self._indexes.append(port.index)
@@ -600,7 +678,7 @@ class Writer:
             frontends |= port.frontends
             members |= port.members
             names[ID.pack(port.id)] = pack_name(port.name)
-            for one in port.scopes:
+            for one in port.sets:
                 if one.range and tables.read_backends(*one.range) != one.raw:
                     return False
         ids = memoryview(free).cast("I")[PORT.offsets["id"] // 4 :: PORT.size // 4]
@@ -609,6 +687,8 @@ class Writer:
             and _holds(tables.frontends, frontends)
             and {key for key, _ in tables.members.items()} == members
             and _holds(tables.names, names)
+            and {key for key, _ in tables.node_addrs.items()} == self._node_addresses
+            and tables.read_flags() == self._flags
         )
 
 
@@ -627,18 +707,31 @@ def _without_overlaps(ports: Iterable[Programmed]) -> list[Range]:
     taken: list[Range] = []
     end = 0
     every = [
-        (one.range, port, scope)
+        (one.range, port, which)
         for port in ports
-        for scope, one in enumerate(port.scopes)
+        for which, one in enumerate(port.sets)
         if one.range is not None
     ]
-    for one, port, scope in sorted(every, key=lambda entry: entry[0]):
+    for one, port, which in sorted(every, key=lambda entry: entry[0]):
         if one.base < end:
-            port.set(scope, Published(port.scopes[scope].word))
+            port.set(which, Published(port.sets[which].word))
         else:
             taken.append(one)
             end = one.end
     return taken
+
+
+def _appearing(before: int, after: int) -> set[int]:
+    """The sets that a change of a port's flags makes somebody choose who did not before."""
+    return {
+        LOCAL if after & flag else CLUSTER
+        for flag in (PORT_INTERNAL_LOCAL, PORT_EXTERNAL_LOCAL)
+        if (before ^ after) & flag
+    }
+
+
+def _has_node_port(port: PlannedPort) -> bool:
+    return any(one.kind is FrontendKind.NODE_PORT for one in port.frontends)
 
 
 def _full(name: str, entries: int = 0, detail: str = "") -> DatapathError:
