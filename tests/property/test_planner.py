@@ -44,6 +44,7 @@ from ebpflb.model import (
     family_of,
     parse_address,
     parse_network,
+    special_use,
     unspecified,
 )
 from ebpflb.planner.options import PlannerOptions
@@ -326,7 +327,9 @@ class World:
         self.slices = slices
         self.zone = node.zone if node else ""
         bound = {parse_address("10.1.0.9")} if options.bind_address == "10.1.0.9" else set()
-        self.own = bound | {*(node.addresses if node else ())} or {*local}
+        known = bound | {*(node.addresses if node else ())}
+        here = {one for one in local if not special_use(one)}
+        self.own = (known & here or here) if here else known
 
     def ports(self) -> dict[ServicePortName, PlannedPort]:
         wants = [
@@ -381,7 +384,8 @@ class World:
         local = [backend for backend in here if not backend.terminating] or here
         nobody = Verdict.DROP if usable else Verdict.REJECT
         ranges = [one for one in service.source_ranges if one.family is name.family]
-        if not any(each.kind is FrontendKind.LOAD_BALANCER for each in frontends):
+        is_balanced = any(each.kind is FrontendKind.LOAD_BALANCER for each in frontends)
+        if not is_balanced or any(str(one).endswith("/0") for one in ranges):
             ranges = []
         return PlannedPort(
             name=name,

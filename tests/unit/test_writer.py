@@ -524,10 +524,13 @@ def test_ranges_that_go_with_an_address_hold_until_nobody_has_it(left: tuple[int
     assert bench.differences(wanted) == []
 
 
-def test_ranges_close_at_once_also_where_the_endpoints_have_no_room() -> None:
-    bench = Bench(backends=4)
+@pytest.mark.parametrize(
+    "sizes", [{"backends": 4}, {"members": 2}], ids=lambda one: next(iter(one))
+)
+def test_ranges_close_at_once_also_where_the_endpoints_have_no_room(sizes: dict[str, int]) -> None:
+    bench = Bench(**sizes)
     bench.settle(balanced(_OPEN, 1))
-    more = replace(balanced(_CLOSED, 1), cluster=planned(1, 5).cluster)
+    more = replace(balanced(_CLOSED, 1), cluster=planned(1, 5).cluster, affinity_s=60)
     assert list(bench.settle(more)) == ["ns/s1"]
     assert flags_of(bench) == _CLOSED
 
