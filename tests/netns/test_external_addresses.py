@@ -137,7 +137,7 @@ def test_source_ranges_guard_the_balancers_address_alone(
     node: dict[str, bool],
     pod: dict[str, bool],
 ) -> None:
-    """LB-05, LB-06, SEC-07; refused, until packets can be dropped. Counted as by policy."""
+    """LB-05, LB-06, SEC-07, B-159; refused, until packets can be dropped. Counted as by policy."""
     handle = service(pods=world.backends[:1], external=True, balanced=True, source_ranges=ranges)
     for client, expected in ((world.node, node), (world.p1, pod)):
         before = world.kernel.stats()

@@ -119,7 +119,7 @@ MATRIX = [
 
 @pytest.mark.parametrize("policies", SERVICES)
 def test_the_matrix(place: World, policies: str, form: Form, way: Way) -> None:
-    """TV-M01 to -M07, POL-01 to -08; TV-M20 where pods are strangers: svc2 is L for them."""
+    """TV-M01 to -M07, POL-01 to -08, B-143; TV-M20 where pods are strangers: svc2 is L for them."""
     here, there = place.backends[:2]
     column = list(SERVICES).index(policies)
     endpoints = (*ready(here), *elsewhere(there))
@@ -173,7 +173,7 @@ def test_none_here_under_a_local_internal_policy(place: World, form: Form) -> No
 
 @pytest.mark.parametrize("state", ["no endpoint", "unready ones"])
 def test_none_anywhere_is_no_matter_of_policy(place: World, state: str) -> None:
-    """NOEP-01 to -03, -07, -08"""
+    """NOEP-01 to -03, -07, -08, B-161, B-163"""
     endpoints = () if state == "no endpoint" else unready(*place.backends[:2])
     policies = {"local": True, "external_local": True}
     with serving(place, endpoints=endpoints, **policies) as handle:
@@ -219,7 +219,7 @@ def test_policies_are_switched_under_way(place: World) -> None:
 
 
 def test_a_backend_on_the_hosts_network(place: World, form: Form, way: Way) -> None:
-    """POL-12: pod → Service and node → Service, at every frontend; the node is its own backend."""
+    """POL-12, B-141, B-149: from pod and node, at every frontend; the node is its own backend."""
     target = 29_990
     server = place.node.pod("hostpod", host_network=True)
     try:
@@ -258,7 +258,7 @@ def test_a_node_port_that_is_its_backends_own_port(place: World, form: Form, way
 
 @pytest.mark.parametrize("frontend", ["ClusterIP", "NodePort", "external", "balancer"])
 def test_a_pod_reaches_itself(place: World, frontend: str, form: Form, way: Way) -> None:
-    """POL-13, H-10: through its loopback; it sees its own address, where upstream masquerades."""
+    """POL-13, H-10, B-139: through its loopback; it sees its own address, unlike upstream."""
     itself = place.backends[0]
     with serving(place, endpoints=ready(itself)) as handle:
         host, port = dialled(place, handle, form, frontend)
