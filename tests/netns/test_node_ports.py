@@ -104,7 +104,7 @@ def test_who_listens_at_a_node_port_is_not_reached(
 def test_a_node_port_without_endpoints_is_refused_at_once(
     world: World, service: MakeService, form: Form
 ) -> None:
-    """NOEP-03, B-165: also where a process of the node listens, which is not reached (NP-10)."""
+    """NOEP-03"""
     handle = service(node_port=True)
     before = world.kernel.stats()
     port = handle.spec.node_port
