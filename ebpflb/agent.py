@@ -411,6 +411,11 @@ class _Cluster(NamedTuple):
     recorder: events.Recorder | None
 
 
+def _uses_pod_cidrs(config: Config) -> bool:
+    """Whether pods are told by the Node's podCIDRs, which a start then waits for (SYNC-10)."""
+    return config.kube_proxy.detect_local_mode == "NodeCIDR"
+
+
 def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) -> _Cluster:
     """The manifests, where they were named, else the API server."""
     if config.manifests is not None:
@@ -423,7 +428,7 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
     def notice(event: str, /, **fields: object) -> None:
         (_log.info if event in GOOD_NEWS else _log.warning)(event, **fields)
 
-    uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
+    uses_pod_cidrs = _uses_pod_cidrs(config)
     where = Where(kubeconfig=config.kubeconfig, master=config.master)
     credentials = Credentials(lambda: load_access(where), notice)
     limits = config.kube_proxy.client_connection
@@ -469,7 +474,7 @@ def run(config: Config) -> None:
     sysctls.set_conntrack(config.kube_proxy.conntrack)
     metrics = Metrics()
     health = Health(config.sync_period_s)
-    uses_pod_cidrs = config.kube_proxy.detect_local_mode == "NodeCIDR"
+    uses_pod_cidrs = _uses_pod_cidrs(config)
     from_files = config.manifests is not None
     plans_by = planner_options(config)
     service_health = ServiceHealth(

@@ -71,8 +71,9 @@ def local_addresses() -> frozenset[Address]:
     Not in it are the other addresses of local networks: of 127.0.0.0/8, or where all of a prefix
     is local to a node. Raises OSError.
     """
-    of_interface = partial(_address_of_interface, foreign=_ipvs_device())
-    of_route = partial(_address_of_route, foreign=_ipvs_device())
+    foreign = _ipvs_device()
+    of_interface = partial(_address_of_interface, foreign=foreign)
+    of_route = partial(_address_of_route, foreign=foreign)
     with _netlink() as kernel:
         found = set(_dumped(kernel, _RTM_GETADDR, bytes(_IFADDRMSG.size), of_interface))
         for family in (socket.AF_INET, socket.AF_INET6):

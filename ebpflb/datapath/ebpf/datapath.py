@@ -204,9 +204,8 @@ class EbpfDatapath:
 
         Raises DatapathError (fatal) where they do not.
         """
-        probed = {one.hook: programs[one.hook] for one in self._probe_hooks()}
         before = {one.hook: one.runs for one in self._probe_hooks()}
-        with self._attachment.on_trial(probed) as on_trial:
+        with self._attachment.on_trial({hook: programs[hook] for hook in before}) as on_trial:
             for one in self._probe_hooks():
                 if one.hook in on_trial and one.runs <= before[one.hook]:
                     raise self._not_seen(one.hook)
