@@ -1,19 +1,23 @@
-"""What holds for every test: its marker, what it needs, and when a skip is a failure.
+"""What holds for every test: its marker, what it needs, when a skip is a failure, what may stay.
 
 Fixtures of one kind of test belong into that folder's own conftest.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
+from ebpflb.lab import LabError, janitor, wait_until
+
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
 HERE = Path(__file__).parent
 FOLDERS = frozenset({"unit", "property", "scenario", "bpf", "netns", "apiserver", "e2e", "bench"})
@@ -72,3 +76,40 @@ def _fail_unless_excused(report: pytest.TestReport | pytest.CollectReport) -> No
             f"skipped, and CI is set: {reason}\n"
             f"(there a skip is a failure unless its reason begins with {EXCUSE!r})"
         )
+
+
+# --- what may stay ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """No namespace, cgroup, pin, folder or process outlives the tests that made it.
+
+    Of the whole session, and so made before any other fixture of its scope and asked after the
+    last of them: a cluster that tests share may start programs anew while it lasts.
+    """
+    before = set(_children())
+    yield
+    if os.geteuid() == 0:
+        assert _our_labs() == set()
+    with contextlib.suppress(LabError):
+        wait_until(lambda: set(_children()) <= before, timeout_s=30, what="all have ended")
+    assert set(_children()) - before == set()
+
+
+def _children() -> list[str]:
+    """The processes that this one started and that have not ended: number and name."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = status.read_text().rpartition(")")
+            if int(fields.split()[1]) == os.getpid():
+                found.append(name)
+    return found
+
+
+def _our_labs() -> set[str]:
+    """The labs that this process made and of which there is anything."""
+    names = (Path(path).name for path in janitor.leftovers())
+    found = (re.search(rf"{os.getpid()}-\d+", name) for name in names)
+    return {lab[0] for lab in found if lab}

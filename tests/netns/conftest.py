@@ -1,57 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests with real sockets share: the cluster, Services and sockets of a test's own.
-
-And, for all of them together: that nothing is left behind when they are done.
-"""
+"""What the tests with real sockets share: the cluster, Services and sockets of a test's own."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ebpflb.lab import Namespace, janitor
-from tests.netns.agents import wait_until
+from ebpflb.lab import Namespace
 from tests.netns.services import Spec
 from tests.netns.sockets import Form
 from tests.netns.world import Handle, MakeService, MakeServices, OpenSocket, Way, World, served
-
-
-def _children() -> list[str]:
-    """The processes that this one started and that have not ended."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, _, fields = status.read_text().rpartition(")")
-            if int(fields.split()[1]) == os.getpid():
-                found.append(name)
-    return found
-
-
-@pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    """No namespace, cgroup, pin, folder or process outlives the tests that made it.
-
-    What was there before is somebody else's to take away: tests with an API server have a lab that
-    may outlast these.
-    """
-    before, others = set(_children()), set(_our_labs())
-    yield
-    assert set(_our_labs()) - others == set()
-    wait_until(lambda: set(_children()) <= before, what="every process that was started has ended")
-
-
-def _our_labs() -> list[str]:
-    """The labs that this process made and of which there is anything."""
-    names = (Path(path).name for path in janitor.leftovers())
-    found = (re.search(rf"{os.getpid()}-\d+", name) for name in names)
-    return [lab[0] for lab in found if lab]
 
 
 @pytest.fixture(scope="session")
