@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import socketserver
@@ -16,6 +17,7 @@ import pytest
 from ebpflb import health as health_module
 from ebpflb.errors import ConfigError
 from ebpflb.health import Health, HttpServer, json_response, text
+from ebpflb.lab import wait_until
 
 
 class Clock:
@@ -196,14 +198,15 @@ def test_a_taken_port_is_tried_again_until_it_is_free(
         holder.bind(("127.0.0.1", free_port))
         holder.listen()
         url = serve()
-    for _ in range(500):
+
+    def mode() -> bytes:
         try:
             with urllib.request.urlopen(url + "/proxyMode", timeout=5) as answer:
-                assert answer.read() == b"ebpf"
-                return
-        except urllib.error.URLError:
-            continue
-    pytest.fail("it never listened")
+                return bytes(answer.read())
+        except (OSError, http.client.HTTPException):
+            return b""
+
+    assert wait_until(mode, timeout_s=30, what="it listens") == b"ebpf"
 
 
 def closes(server: HttpServer) -> bool:
