@@ -230,8 +230,22 @@ def _target(dial: Dial) -> tuple[int, Address]:
     return family, (host, dial.port)
 
 
+@functools.cache
+def _ports_of_chance() -> range:
+    """The ports that this network namespace gives to sockets that ask for none.
+
+    After such a connection its port is in TIME_WAIT for a minute, where no other socket can have
+    it: a fixed source port from here fails once in a while.
+    """
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return range(int(first), int(last) + 1)
+
+
 def _open(dial: Dial, kind: socket.SocketKind, *, which: int = 0) -> tuple[socket.socket, Address]:
     """Make the socket and bind it as asked; `which` is added to a fixed source port."""
+    port = dial.source_port + which if dial.source_port else 0
+    if port in _ports_of_chance():
+        raise ValueError(f"source port {port} is in ip_local_port_range: it may be taken")
     family, target = _target(dial)
     sock = socket.socket(family, kind, IPPROTO_MPTCP if dial.mptcp else 0)
     try:
@@ -248,7 +262,6 @@ def _open(dial: Dial, kind: socket.SocketKind, *, which: int = 0) -> tuple[socke
         if dial.source or dial.source_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             source = dial.source or ("::" if family == socket.AF_INET6 else "0.0.0.0")  # noqa: S104
-            port = dial.source_port + which if dial.source_port else 0
             sock.bind((source, port))
     except OSError:
         sock.close()

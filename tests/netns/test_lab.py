@@ -201,9 +201,14 @@ def test_a_name_that_is_taken_or_none_is_refused(plain: Cluster, name: str) -> N
 
 
 def test_sysctls_are_the_namespaces_own(plain: Cluster) -> None:
-    before = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    assert plain.p1.sysctl("net.ipv4.ip_local_port_range", "20000 20100").split()[0] == "20000"
-    assert Path("/proc/sys/net/ipv4/ip_local_port_range").read_text() == before
+    name = "net.ipv4.tcp_syn_retries"
+    here = Path("/proc/sys/net/ipv4/tcp_syn_retries")
+    before, its_own = here.read_text(), plain.p1.sysctl(name)
+    try:
+        assert plain.p1.sysctl(name, "3").split()[0] == "3"
+        assert here.read_text() == before
+    finally:
+        plain.p1.sysctl(name, its_own)
     assert plain.n1.sysctl("net.ipv4.ip_forward") == "1"
 
 
@@ -211,16 +216,22 @@ def test_sysctls_are_the_namespaces_own(plain: Cluster) -> None:
 
 
 def test_a_server_tells_whom_it_sees(plain: Cluster) -> None:
-    first = plain.p1.tcp(plain.be2.ipv4, 80, source_port=41_000, reset=True).first
+    first = plain.p1.tcp(plain.be2.ipv4, 80, source_port=21_000, reset=True).first
     assert first == {
         "name": "be2",
         "protocol": "tcp",
-        "peer": f"{plain.p1.ipv4}:41000",
+        "peer": f"{plain.p1.ipv4}:21000",
         "local": f"{plain.be2.ipv4}:80",
     }
-    first = plain.p1.udp(plain.be2.ipv6, 53, source_port=41_001).first
-    assert first["peer"] == f"[{plain.p1.ipv6}]:41001"
+    first = plain.p1.udp(plain.be2.ipv6, 53, source_port=21_001).first
+    assert first["peer"] == f"[{plain.p1.ipv6}]:21001"
     assert first["local"] == f"[{plain.be2.ipv6}]:53"
+
+
+def test_a_source_port_that_chance_may_have_taken_is_refused(plain: Cluster) -> None:
+    """A connection that got it is in TIME_WAIT for a minute: the test would fail now and then."""
+    with pytest.raises(LabError, match=r"source port 40000 .* ip_local_port_range"):
+        plain.p1.tcp(plain.be2.ipv4, 80, source_port=40_000)
 
 
 def test_a_datagram_is_answered_from_the_address_it_was_sent_to(plain: Cluster) -> None:

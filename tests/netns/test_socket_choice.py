@@ -336,10 +336,10 @@ def test_a_client_that_was_there_before_the_service_is_served(
     """B-17: no answer of before is remembered, not for the same source port either."""
     spec = world.spec(pods=world.backends[:1])
     for _ in range(3):
-        early = world.node.tcp(form.host(spec), 80, source_port=43_000, reset=True)
+        early = world.node.tcp(form.host(spec), 80, source_port=23_000, reset=True)
         assert early.good == 0
     (handle,) = world.services(spec)
-    late = world.node.tcp(form.host(handle), 80, source_port=43_000, reset=True)
+    late = world.node.tcp(form.host(handle), 80, source_port=23_000, reset=True)
     world.agent.manifests.remove(handle.name)
     assert late.good == 1
 

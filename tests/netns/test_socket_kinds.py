@@ -144,10 +144,10 @@ def test_connect_through_io_uring(world: World, web: Handle, mapped: bool) -> No
 
 def test_a_bound_source_address_and_port_stay(world: World, web: Handle, form: Form) -> None:
     source = form.host(world.p1)
-    kept = world.p1.tcp(form.host(web), 80, source=source, source_port=41_000, reset=True, count=3)
+    kept = world.p1.tcp(form.host(web), 80, source=source, source_port=21_000, reset=True, count=3)
     assert kept.failed == 0, kept
     assert kept.seen_as == {form.host(world.p1).removeprefix("::ffff:"): 3}
-    assert kept.first["peer"].rpartition(":")[2] == "41000"
+    assert kept.first["peer"].rpartition(":")[2] == "21000"
     assert kept.peernames == world.tcp_peernames(form, web, kept)
 
 
@@ -160,8 +160,8 @@ def test_a_socket_bound_to_a_device_is_served(world: World, web: Handle, form: F
 
 
 def test_clients_that_share_a_port_by_reuseport(world: World, web: Handle, form: Form) -> None:
-    by_tcp = world.p1.tcp(form.host(web), 80, reuseport=True, source_port=42_000, reset=True)
-    by_udp = world.p1.udp(form.host(web), 53, reuseport=True, source_port=42_000, count=4)
+    by_tcp = world.p1.tcp(form.host(web), 80, reuseport=True, source_port=22_000, reset=True)
+    by_udp = world.p1.udp(form.host(web), 53, reuseport=True, source_port=22_000, count=4)
     assert (by_tcp.failed, by_udp.failed) == (0, 0), (by_tcp, by_udp)
     assert by_udp.sources == {form.spelt(web, 53): 4}
 
