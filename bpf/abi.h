@@ -15,7 +15,7 @@
 #define EBPFLB_ABI_H
 
 #define ABI_NAME_LEN 192
-#define ABI_OPTIONS_LEN 4032
+#define ABI_OPTIONS_LEN 3928
 #define ABI_UDP_FLOWS 8
 
 /* A service-port id: the low bits index `ports`, the high bits are the generation of that slot. */
@@ -60,6 +60,7 @@ enum port_flag {
 	/* Source ranges: whom the load balancer's addresses are not for, as far as a socket can tell. */
 	PORT_LB_NO_PODS = 8,
 	PORT_LB_NO_HOST = 16,
+	PORT_LB_RANGES = 32, /* … and a packet's source must be in `source_ranges` */
 };
 
 enum backend_flag {
@@ -87,7 +88,9 @@ enum hook {
 	HOOK_SOCK_RELEASE = 8,
 	HOOK_BIND4 = 9,
 	HOOK_BIND6 = 10,
-	HOOK_COUNT = 11,
+	HOOK_INGRESS = 11, /* tc: what a device receives */
+	HOOK_EGRESS = 12,  /* tc: what it sends */
+	HOOK_COUNT = 13,
 };
 
 /* What `stats` counts; the names label the metric. */
@@ -99,7 +102,21 @@ enum stat {
 	STAT_FOREIGN_BACKEND = 4,  /* … and never was: refused. Must stay 0 */
 	STAT_NO_SOCKET_MEMORY = 5, /* translated, but the socket has no room to remember it */
 	STAT_UDP_CONN_FULL = 6,	   /* a connected UDP socket could not be indexed */
-	STAT_COUNT = 7,
+	/* The packet path. */
+	STAT_LEFT_TO_PACKETS = 7,   /* a socket's connect that only its packets can decide */
+	STAT_REJECTED = 8,	    /* a packet to be answered with an ICMP error: no endpoint */
+	STAT_DROPPED_POLICY = 9,    /* dropped: none that the policy allows */
+	STAT_DROPPED_RANGE = 10,    /* dropped: its source is in no source range */
+	STAT_DROPPED_FRAGMENT = 11, /* dropped: a fragment that came before its head */
+	STAT_DROPPED_PORTS = 12,    /* dropped: no free source port for a second frontend's flow */
+	STAT_DROPPED_UNWRITABLE = 13, /* dropped: the kernel did not let us write the packet */
+	STAT_DROPPED_MIGRATING = 14,  /* dropped: a flow that is just being carried over */
+	STAT_DROPPED_FOREIGN = 15,    /* dropped: the maps contradict each other. Must stay 0 */
+	STAT_REPORTED = 16,	      /* flows that were given another source port */
+	STAT_FOREIGN_FLOWS = 17, /* flows that leave from a NodePort's number and are not ours */
+	STAT_PINGS = 18,	 /* echo requests to a Service address that were answered */
+	STAT_ICMP_ERRORS = 19,	 /* ICMP errors whose inner packet was mended */
+	STAT_COUNT = 20,
 };
 
 struct frontend_key {
@@ -214,15 +231,156 @@ struct udp_conn {
 	__u64 netns;
 };
 
+/* --- the packet path --- */
+
+/* A packet's addresses and ports as a hook sees them: of a translated flow each way has its own. */
+struct flow_key {
+	__be32 source[4];
+	__be32 target[4];
+	__be16 source_port;
+	__be16 target_port;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+enum flow_kind {
+	FLOW_FORWARD = 1, /* to a frontend: its target becomes the backend */
+	FLOW_REVERSE = 2, /* from a backend: its source becomes the frontend */
+	FLOW_FOREIGN = 3, /* to a NodePort's number, but an answer to others: left alone */
+};
+
+enum flow_flag {
+	FLOW_MASQUERADE = 1, /* every packet of the forward way bears the mark */
+	FLOW_HOST = 2,	     /* of this node itself: forward at egress, reverse at ingress */
+};
+
+/* What the sender of this half has sent. */
+enum flow_seen {
+	FLOW_SEEN_FIN = 1,
+	FLOW_SEEN_RST = 2,
+};
+
+/*
+ * One half of a flow. An LRU element may be reused under a reader: both checks must be the hash of
+ * the key that was looked up. Only `used_ns` and `syn_ns` are stored in place (harmless to another
+ * flow); all else changes by an update of the whole value.
+ *
+ * Frozen: open connections live in it. What is new goes into the spare bytes.
+ */
+struct flow {
+	__u32 check_head;
+	__u8 kind;	   /* enum flow_kind */
+	__u8 flags;	   /* enum flow_flag */
+	__u8 seen;	   /* enum flow_seen */
+	__u8 scope;	   /* of the frontend, and its kind */
+	__be32 address[4]; /* forward: the backend; reverse: the frontend */
+	__be16 port;
+	__be16 client_port; /* forward: as the backend sees it; reverse: as the client has it */
+	__u32 id;
+	__u64 used_ns;
+	__u64 syn_ns; /* when an open flow saw a SYN that nobody has answered since */
+	__u64 created_ns;
+	__u32 isn; /* of the SYN that made it (SCTP: the initiate tag) */
+	__u8 frontend_kind;
+	__u8 spare[3];
+	__u32 device; /* that the client's packets come in on */
+	__u32 spare_tail;
+	__u32 pad_tail;
+	__u32 check_tail;
+};
+
+/* The head of a fragmented packet: only it has the ports. */
+struct fragment_key {
+	__be32 source[4];
+	__be32 target[4];
+	__be32 id;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+struct fragment {
+	__u32 check_head;
+	__be16 source_port;
+	__be16 target_port;
+	__u32 seen_s; /* since boot */
+	__u32 check_tail;
+};
+
+/* Longest prefix first: {id, address} in so many bits, 32 of the id and the network's. */
+struct source_range_key {
+	__u32 bits;
+	__u32 id;
+	__be32 address[4];
+};
+
+struct source_range {
+	__u32 pad;
+};
+
+enum address_role {
+	ADDRESS_KNOWN = 0,   /* a frontend has this address (NodePorts do not count) */
+	ADDRESS_ANSWERS = 1, /* … and an endpoint: it answers an echo request */
+};
+
+struct service_address_key {
+	__be32 address[4];
+	__u32 role;
+};
+
+struct service_address {
+	__u32 pad;
+};
+
+enum device_role {
+	DEVICE_POD = 0,	    /* what comes in here counts as local pods' (by interface, MASQ-09) */
+	DEVICE_BRIDGED = 1, /* a port of a bridge: pods beyond it reach each other without us */
+	DEVICE_UPLINK = 2,
+	DEVICE_EGRESS_FIRST = 3, /* another's program ends the chain there: ours runs before it */
+};
+
+struct device_key {
+	__u32 index;
+	__u32 role;
+};
+
+struct device {
+	__u32 pad;
+};
+
 struct name {
 	char text[ABI_NAME_LEN];
 };
 
+/* What the plan says of the node. */
 enum setting_flag {
 	SETTING_LOOPBACK4 = 1,	 /* NodePorts answer the host at 127.0.0.0/8 */
 	SETTING_LOOPBACK6 = 2,	 /* … at ::1 */
 	SETTING_TELLS_PODS4 = 4, /* pods are not outside, for externalTrafficPolicy Local */
 	SETTING_TELLS_PODS6 = 8,
+	SETTING_MASQUERADE_ALL = 16,  /* every packet to a ClusterIP is source-NATed */
+	SETTING_PODS_BY_NET4 = 32,    /* a pod is told by its address: `pods4` */
+	SETTING_PODS_BY_NET6 = 64,    /* … `pods6` */
+	SETTING_PODS_BY_DEVICE = 128, /* … by the device that its packet came in on: `devices` */
+};
+
+/* What the packet path can do on this node now. */
+enum state_flag {
+	STATE_SEES_PODS =
+		1, /* programs are on the pods' devices: what connect() cannot know waits */
+	STATE_SEES_HOST = 2,		/* … and on the uplinks */
+	STATE_PODS_BY_PACKET = 4,	/* the socket programs leave pods alone altogether */
+	STATE_PING = 8,			/* an echo request to a Service address is answered */
+	STATE_KEEP_CLIENT = 16,		/* no source NAT where the backend is on this node */
+	STATE_MASQUERADE_BRIDGED4 = 32, /* netfilter does not see what a bridge switches */
+	STATE_MASQUERADE_BRIDGED6 = 64,
+	STATE_DRAINING = 128,  /* no new flows: the packet path is about to go */
+	STATE_MIGRATING = 256, /* flows are being carried over from another layout */
+};
+
+/* Addresses of pods on this node, or of the cluster: as the local-traffic detector has it. */
+struct subnet {
+	__be32 address[4];
+	__be32 mask[4];
 };
 
 /* What the programs read, then what the agent leaves for the commands (JSON). */
@@ -232,11 +390,23 @@ struct settings {
 	__u64 udp_stream_timeout_ns;
 	__u64 programs; /* hash of the text that the attached programs were made from; 0: mixed */
 	__u64 flags;	/* enum setting_flag */
+	__u64 state;	/* enum state_flag */
+	__u64 tcp_timeout_ns;  /* of an open connection that nobody uses */
+	__u64 tcp_closing_ns;  /* … that one side has closed */
+	__u32 masquerade_mark; /* one bit: netfilter gives the packet this node's address */
+	__u32 reject_mark;     /* one bit: netfilter answers it with port-unreachable */
+	struct subnet pods4;
+	struct subnet pods6;
+	__u64 packet_programs; /* as `programs`, of the packet path */
 	__u64 spare[3];
 	char options[ABI_OPTIONS_LEN];
 };
 
-/* Written by a hook that meets the probe's frontend, for the one socket that the agent expects. */
+/*
+ * Written by a hook that meets the probe's frontend, for the one socket that the agent expects. A
+ * tc hook has a number that the probe packet carries in place of the cookie, and the device's index
+ * in place of the network namespace.
+ */
 struct probe {
 	__u64 expected;
 	__u64 socket;

@@ -15,16 +15,39 @@
 
 /* What became of a look-up. */
 enum verdict {
-	FORWARD,	/* to the backend that was chosen */
-	UNTOUCHED,	/* not ours to translate here */
-	REJECT,		/* no endpoint anywhere */
-	REJECT_POLICY,	/* none that the policy or the source ranges allow */
-	REJECT_FOREIGN, /* the maps contradict each other */
+	FORWARD,	 /* to the backend that was chosen */
+	UNTOUCHED,	 /* not ours to translate here */
+	LEFT_TO_PACKETS, /* ours, but only its packets tell whether, or how */
+	REJECT,		 /* no endpoint anywhere */
+	REJECT_POLICY,	 /* none that the policy allows */
+	REJECT_RANGE,	 /* the client is in no source range */
+	REJECT_FOREIGN,	 /* the maps contradict each other */
 };
 
 struct backend_address {
 	__be32 address[4];
 	__be16 port;
+};
+
+/* By what a client dials: each path has affinity records of its own. */
+enum affinity_path {
+	PATH_SOCKET = 0,
+	PATH_PACKET = 1,
+};
+
+/* Who dials, as far as policies, source ranges and affinity care. Asked only where it matters. */
+struct client {
+	u64 who[2]; /* whom affinity is for: a network namespace's cookie, or the address */
+	u32 path;
+	bool host; /* of a packet: from a process of this node */
+	bool pod;  /* … or from a pod, as far as that can be told */
+	const struct settings *set;
+};
+
+struct choice {
+	struct backend_address to;
+	u8 port_flags;
+	u8 flags; /* enum backend_flag; the packet path's alone */
 };
 
 static __always_inline void count(u32 stat)
@@ -192,47 +215,78 @@ static __always_inline void remember(struct affinity_key *key, u64 now,
 	affinity.update(key, &value);
 }
 
+/* Whether it is a process of this node, in the host's network namespace. */
+static __always_inline bool is_of_host(const struct client *client)
+{
+	if (client->path == PATH_PACKET)
+		return client->host;
+	return client->set->host_netns == client->who[0];
+}
+
 /*
  * Whether a client counts as a pod or as this node itself, for externalTrafficPolicy Local (POL-04
  * to -06). A network namespace that is not the host's is a pod's, where pods can be told at all.
  */
-static __always_inline bool is_inside(u64 netns, bool v6)
+static __always_inline bool is_inside(const struct client *client, bool v6)
 {
-	const struct settings *set = node_settings();
+	if (is_of_host(client))
+		return true;
+	if (client->path == PATH_PACKET)
+		return client->pod;
+	return client->set->flags & (v6 ? SETTING_TELLS_PODS6 : SETTING_TELLS_PODS4);
+}
 
-	if (!set)
-		return false;
-	return set->host_netns == netns ||
-	       set->flags & (v6 ? SETTING_TELLS_PODS6 : SETTING_TELLS_PODS4);
+/* Whether a socket's packets meet the packet path as well. */
+static __always_inline bool meets_packets(const struct client *client)
+{
+	return client->set->state & (is_of_host(client) ? STATE_SEES_HOST : STATE_SEES_PODS);
 }
 
 /* The set that a client may choose from. */
-static __always_inline u32 set_for(u32 flags, u32 scope, u64 netns)
+static __always_inline u32 set_for(u32 flags, u32 scope, const struct client *client)
 {
 	if (scope == SCOPE_INTERNAL)
 		return flags & PORT_INTERNAL_LOCAL ? SET_LOCAL : SET_CLUSTER;
 	if (!(flags & PORT_EXTERNAL_LOCAL))
 		return SET_CLUSTER;
-	return is_inside(netns, flags & PORT_IPV6) ? SET_CLUSTER : SET_LOCAL;
+	return is_inside(client, flags & PORT_IPV6) ? SET_CLUSTER : SET_LOCAL;
 }
 
-/* Source ranges (LB-06). A pod's address is not known at connect(). */
-static __always_inline bool is_kept_out(u32 flags, u64 netns)
+static __always_inline bool is_in_range(u32 id, const u64 *source)
 {
-	if (!(flags & (PORT_LB_NO_HOST | PORT_LB_NO_PODS)))
-		return false;
-	return flags & (is_host(netns) ? PORT_LB_NO_HOST : PORT_LB_NO_PODS);
+	struct source_range_key key = { .bits = 8 * (sizeof(key.id) + sizeof(key.address)) };
+
+	key.id = id;
+	__builtin_memcpy(key.address, source, sizeof(key.address));
+	return source_ranges.lookup(&key) != NULL;
 }
 
 /*
- * Chooses a backend for a new connection of a client in the network namespace `netns`, which is
- * also whom affinity is for.
+ * Source ranges (LB-05, LB-06): of a packet its source says. A socket has none yet; whether this
+ * node is in them the plan says (LB-07), and a pod waits for its packets, where they are seen.
+ */
+static __always_inline enum verdict ask_ranges(u32 flags, u32 id, const struct client *client)
+{
+	if (!(flags & (PORT_LB_NO_HOST | PORT_LB_NO_PODS | PORT_LB_RANGES)))
+		return FORWARD;
+	if (is_of_host(client))
+		return flags & PORT_LB_NO_HOST ? REJECT_RANGE : FORWARD;
+	if (client->path == PATH_PACKET)
+		return !(flags & PORT_LB_RANGES) || is_in_range(id, client->who) ? FORWARD :
+										   REJECT_RANGE;
+	if (flags & PORT_LB_RANGES && meets_packets(client))
+		return LEFT_TO_PACKETS;
+	return flags & PORT_LB_NO_PODS ? REJECT_RANGE : FORWARD;
+}
+
+/*
+ * Chooses a backend for a new connection of a client.
  *
  * A published word and the range that it names stay as they are until no program that could have
  * read the word runs any more, so a foreign owner can only mean that the word was read long ago.
  */
-static __always_inline enum verdict choose(const struct frontend_value *frontend, u64 netns,
-					   struct backend_address *chosen)
+static __always_inline enum verdict choose(const struct frontend_value *frontend,
+					   const struct client *client, struct choice *chosen)
 {
 	struct affinity_key key = {};
 	u32 id = frontend->id, index = index_of(id), port_flags, flags, slot, which;
@@ -247,27 +301,36 @@ static __always_inline enum verdict choose(const struct frontend_value *frontend
 		return REJECT_FOREIGN;
 
 	port_flags = *(volatile u8 *)&port->flags;
-	which = set_for(port_flags, frontend->scope, netns);
+	which = set_for(port_flags, frontend->scope, client);
 	word = *(volatile u64 *)&port->word[which];
 	flags = word >> ABI_WORD_FLAGS_SHIFT;
-	if (flags & WORD_UNTOUCHED)
+	if (flags & WORD_UNTOUCHED && client->path == PATH_SOCKET)
 		return UNTOUCHED;
-	if (frontend->kind == KIND_LOAD_BALANCER) {
+	chosen->port_flags = port_flags;
+	if (frontend->kind == KIND_LOAD_BALANCER && !(flags & WORD_NONE)) { /* LB-08 */
+		enum verdict verdict;
+
 		/*
 		 * Ranges close before a word changes and open after it: who looks on both sides of
 		 * the word never has the backends of one plan and the ranges of another.
 		 */
 		port_flags |= *(volatile u8 *)&port->flags;
-		if (is_kept_out(port_flags, netns))
-			return REJECT_POLICY;
+		verdict = ask_ranges(port_flags, id, client);
+		if (verdict != FORWARD)
+			return verdict;
 	}
 
 	if (flags & WORD_AFFINITY) {
 		now = bpf_ktime_get_ns();
-		key.client[0] = netns;
+		key.client[0] = client->who[0];
+		key.client[1] = client->who[1];
+		key.path = client->path;
 		key.id = id;
-		if (recall(&key, port->affinity_s, which, now, chosen)) {
-			remember(&key, now, chosen);
+		if (recall(&key, port->affinity_s, which, now, &chosen->to)) {
+			remember(&key, now, &chosen->to);
+			/* The local set is all that new connections may use of this node. */
+			if (client->path == PATH_PACKET && is_member(id, &chosen->to, MEMBER_LOCAL))
+				chosen->flags = BACKEND_LOCAL;
 			return FORWARD;
 		}
 	}
@@ -282,8 +345,9 @@ static __always_inline enum verdict choose(const struct frontend_value *frontend
 		slot = (u32)word + (u32)(((u64)bpf_get_prandom_u32() * backend_count) >> 32);
 		backend = backends.lookup(&slot);
 		if (backend && backend->owner == id) {
-			copy_address(chosen->address, backend->address);
-			chosen->port = backend->port;
+			copy_address(chosen->to.address, backend->address);
+			chosen->to.port = backend->port;
+			chosen->flags = backend->flags;
 			found = true;
 			break;
 		}
@@ -295,7 +359,7 @@ static __always_inline enum verdict choose(const struct frontend_value *frontend
 		return REJECT_FOREIGN;
 	}
 	if (flags & WORD_AFFINITY)
-		remember(&key, now, chosen);
+		remember(&key, now, &chosen->to);
 	return FORWARD;
 }
 

@@ -33,6 +33,21 @@ MAP("sk_storage", sock_peer, int, struct sock_peer, 1);
 MAP("sk_storage", sock_udp, int, struct sock_udp, 1);
 /* Which connected UDP sockets are there, and to which backend? */
 MAP("hash", udp_conn, u64, struct udp_conn, 1);
+/* --- the packet path --- */
+
+/* What becomes of a packet of a new flow, whose client has not gone on after an answer yet? */
+MAP("lru_hash", flows_new, struct flow_key, struct flow, 0);
+/* What becomes of a packet of a flow that both sides use? A flood of new ones does not reach it. */
+MAP("lru_hash", conntrack, struct flow_key, struct flow, 0);
+/* Which ports has the packet that this fragment is a part of? */
+MAP("lru_hash", fragments, struct fragment_key, struct fragment, 0);
+/* May this source dial this service port's load-balancer addresses? */
+MAP("lpm_trie", source_ranges, struct source_range_key, struct source_range, 1);
+/* Is this a Service's address, and does it answer an echo request? */
+MAP("hash", service_addrs, struct service_address_key, struct service_address, 1);
+/* What is beyond this device? */
+MAP("hash", devices, struct device_key, struct device, 1);
+
 /* How many connections were made to this service port? (by the index of its id) */
 MAP("percpu_array", connections, u32, u64, 0);
 /* What did the programs do? (enum stat) */

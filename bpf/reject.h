@@ -56,7 +56,7 @@ static __always_inline void nowhere(const struct frontend_key *dialled, struct b
 static __always_inline void count_refusal(enum verdict verdict)
 {
 	if (verdict != REJECT_FOREIGN) /* counted where it was found */
-		count(verdict == REJECT_POLICY ? STAT_REFUSED_POLICY : STAT_REFUSED);
+		count(verdict == REJECT ? STAT_REFUSED : STAT_REFUSED_POLICY);
 }
 
 #endif

@@ -56,6 +56,33 @@ static __always_inline struct frontend_value *find_frontend(struct bpf_sock_addr
 	return find_node_port(dialled);
 }
 
+/*
+ * Whom a socket's connection would go to. What only a packet can tell, its source foremost, or what
+ * only a packet can do, be dropped in silence, waits for the packets of those whom the packet path
+ * sees (NOEP-04, LB-06; NOEP-10, CT-09: the same UDP flow works once there is an endpoint).
+ */
+static __always_inline enum verdict choose_for(struct bpf_sock_addr *ctx,
+					       const struct frontend_key *dialled,
+					       const struct frontend_value *frontend,
+					       struct choice *chosen)
+{
+	struct client client = { .path = PATH_SOCKET, .set = node_settings() };
+	enum verdict verdict;
+
+	if (!client.set)
+		return UNTOUCHED;
+	client.who[0] = bpf_get_netns_cookie(ctx);
+	if (client.set->state & STATE_PODS_BY_PACKET && !is_of_host(&client))
+		return LEFT_TO_PACKETS;
+	verdict = choose(frontend, &client, chosen);
+	if (verdict == FORWARD || verdict == UNTOUCHED || !meets_packets(&client))
+		return verdict;
+	if (verdict == REJECT_POLICY || verdict == REJECT_RANGE ||
+	    (verdict == REJECT && dialled->protocol == IPPROTO_UDP && !is_of_host(&client)))
+		return LEFT_TO_PACKETS;
+	return verdict;
+}
+
 /* For an IPv4-mapped address the first three words stay as they are: no family is crossed. */
 static __always_inline void write_address(struct bpf_sock_addr *ctx, bool v6, const __be32 *address,
 					  __be16 port)
@@ -178,7 +205,8 @@ static __always_inline void note_peer(struct bpf_sock_addr *ctx, const struct fr
 
 static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 {
-	struct backend_address to = {};
+	struct choice chosen = {};
+	struct backend_address *to = &chosen.to;
 	struct frontend_key dialled = {};
 	struct frontend_value *found, frontend;
 	enum verdict verdict;
@@ -196,8 +224,10 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 		return 1;
 	}
 	frontend = *found;
-	verdict = choose(&frontend, bpf_get_netns_cookie(ctx), &to);
-	if (verdict == UNTOUCHED) {
+	verdict = choose_for(ctx, &dialled, &frontend, &chosen);
+	if (verdict == UNTOUCHED || verdict == LEFT_TO_PACKETS) {
+		if (verdict == LEFT_TO_PACKETS)
+			count(STAT_LEFT_TO_PACKETS);
 		forget(ctx, &dialled);
 		return 1;
 	}
@@ -206,14 +236,14 @@ static __always_inline int on_connect(struct bpf_sock_addr *ctx, bool v6)
 		if (ctx->protocol == IPPROTO_TCP && refuse(ECONNREFUSED))
 			return 0;
 		/* UDP gets its error on the next call, as from a REJECT on the way (NOEP-10). */
-		nowhere(&dialled, &to);
-		note_peer(ctx, &dialled, &frontend, &to);
-		write_address(ctx, v6, to.address, to.port);
+		nowhere(&dialled, to);
+		note_peer(ctx, &dialled, &frontend, to);
+		write_address(ctx, v6, to->address, to->port);
 		return 1;
 	}
-	note_peer(ctx, &dialled, &frontend, &to);
+	note_peer(ctx, &dialled, &frontend, to);
 	count_connection(frontend.id);
-	write_address(ctx, v6, to.address, to.port);
+	write_address(ctx, v6, to->address, to->port);
 	return 1;
 }
 
@@ -309,7 +339,8 @@ static __always_inline void note_flow(struct bpf_sock_addr *ctx, const struct fr
 
 static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 {
-	struct backend_address to = {};
+	struct choice chosen = {};
+	struct backend_address *to = &chosen.to;
 	struct frontend_key dialled = {};
 	struct frontend_value *frontend;
 	struct sock_udp *udp;
@@ -339,18 +370,23 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, bool v6)
 		return 1;
 	}
 
-	verdict = choose(frontend, bpf_get_netns_cookie(ctx), &to);
-	if (verdict == UNTOUCHED)
-		return 1;
-	if (verdict != FORWARD) {
-		count_refusal(verdict);
-		nowhere(&dialled, &to);
-		write_address(ctx, v6, to.address, to.port);
+	verdict = choose_for(ctx, &dialled, frontend, &chosen);
+	if (verdict == UNTOUCHED || verdict == LEFT_TO_PACKETS) {
+		if (verdict == LEFT_TO_PACKETS)
+			count(STAT_LEFT_TO_PACKETS);
+		if (udp)
+			forget_flow(udp, &dialled);
 		return 1;
 	}
-	note_flow(ctx, &dialled, id, now, &to);
+	if (verdict != FORWARD) {
+		count_refusal(verdict);
+		nowhere(&dialled, to);
+		write_address(ctx, v6, to->address, to->port);
+		return 1;
+	}
+	note_flow(ctx, &dialled, id, now, to);
 	count_connection(id);
-	write_address(ctx, v6, to.address, to.port);
+	write_address(ctx, v6, to->address, to->port);
 	return 1;
 }
 
