@@ -468,6 +468,25 @@ class NodePorts(msgspec.Struct, frozen=True):
     loopback: frozenset[Family] = frozenset()
 
 
+class PodDetector(msgspec.Struct, frozen=True):
+    """How local pods' packets are told from others (MASQ-09); by nothing where all is empty.
+
+    By their source in one of ``networks``, of which a family has one at most; or by the device
+    that they come in on, whatever the family: ports of the bridge ``bridge``, or those whose name
+    begins with ``device_prefix``.
+    """
+
+    networks: tuple[Network, ...] = ()
+    bridge: str = ""
+    device_prefix: str = ""
+
+    @property
+    def families(self) -> frozenset[Family]:
+        if self.bridge or self.device_prefix:
+            return frozenset(Family)
+        return frozenset(network.family for network in self.networks)
+
+
 class HealthCheck(msgspec.Struct, frozen=True, gc=False):
     """What a Service's health server says (HC-01, HC-06): ``endpoints`` ready ones are local."""
 
@@ -478,14 +497,26 @@ class HealthCheck(msgspec.Struct, frozen=True, gc=False):
 class Plan(msgspec.Struct, frozen=True):
     """What this node should do, whole: one entry for each service port that is served.
 
-    ``tells_pods``: the families in which pods can be told from the outside (MASQ-09, POL-06); in
-    the others they are treated as outside. ``health_checks`` are by their Service's key.
+    ``node_addresses`` are those that the Node object and the bind address name, none where there
+    are neither. ``pods`` says which packets are local pods'. ``masquerade_all``: whatever goes to a
+    ClusterIP bears this node's address (MASQ-01). ``health_checks`` are by their Service's key.
     """
 
     ports: Mapping[ServicePortName, PlannedPort]
     node_ports: NodePorts = NodePorts()
-    tells_pods: frozenset[Family] = frozenset()
+    node_addresses: frozenset[Address] = frozenset()
+    pods: PodDetector = PodDetector()
+    masquerade_all: bool = False
     health_checks: Mapping[ObjectKey, HealthCheck] = {}
+
+    @property
+    def tells_pods(self) -> frozenset[Family]:
+        """The families in which pods can be told from the outside (POL-06).
+
+        In the others they are treated as outside, and nothing to a ClusterIP is masqueraded
+        (MASQ-03).
+        """
+        return self.pods.families
 
 
 class Rejected(msgspec.Struct, frozen=True, order=True, gc=False):

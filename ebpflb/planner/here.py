@@ -13,8 +13,10 @@ import msgspec
 from ebpflb.model import (
     Address,
     Family,
+    Network,
     Node,
     NodePorts,
+    PodDetector,
     family_of,
     parse_address,
     parse_network,
@@ -27,14 +29,16 @@ from ebpflb.planner.options import PlannerOptions
 
 class Here(msgspec.Struct, frozen=True):
     """``addresses`` are the node's own, which its processes dial from (LB-07); sorted.
+    ``named`` are all that the Node object and the bind address name.
 
     The others are as in ``model.Plan`` and ``model.Node``.
     """
 
     zone: str
+    named: frozenset[Address]
     addresses: tuple[Address, ...]
     node_ports: NodePorts
-    tells_pods: frozenset[Family]
+    pods: PodDetector
 
 
 def look(options: PlannerOptions, node: Node | None, local: frozenset[Address]) -> Here:
@@ -50,6 +54,7 @@ def look(options: PlannerOptions, node: Node | None, local: frozenset[Address]) 
     own = ({*known, *bound} & here if here else {*known, *bound}) or here
     return Here(
         zone=node.zone if node else "",
+        named=frozenset({*known, *bound}),
         addresses=tuple(sorted(own)),
         node_ports=node_ports(
             options.node_port_addresses,
@@ -57,7 +62,7 @@ def look(options: PlannerOptions, node: Node | None, local: frozenset[Address]) 
             primary=_primary((*bound, *known)),
             localhost=options.localhost_node_ports,
         ),
-        tells_pods=_tells_pods(options, node.pod_cidrs if node else ()),
+        pods=_pods(options, node.pod_cidrs if node else ()),
     )
 
 
@@ -76,16 +81,18 @@ def _primary(addresses: Iterable[Address]) -> tuple[Address, ...]:
     return tuple(by_family.values())
 
 
-def _tells_pods(options: PlannerOptions, pod_cidrs: Iterable[str]) -> frozenset[Family]:
-    """MASQ-09, MASQ-10: by interface any pod is told, by address one of a known range."""
-    if options.detect_local_mode in {"BridgeInterface", "InterfaceNamePrefix"}:
-        return frozenset(Family)
+def _pods(options: PlannerOptions, pod_cidrs: Iterable[str]) -> PodDetector:
+    """MASQ-09; by address a family's first range counts, and none is no detector (MASQ-10)."""
+    if options.detect_local_mode == "BridgeInterface":
+        return PodDetector(bridge=options.pod_bridge)
+    if options.detect_local_mode == "InterfaceNamePrefix":
+        return PodDetector(device_prefix=options.pod_device_prefix)
     by_node = options.detect_local_mode == "NodeCIDR"
-    texts = pod_cidrs if by_node else options.cluster_cidrs
-    families = set()
-    for text in texts:
+    networks: dict[Family, Network] = {}
+    for text in pod_cidrs if by_node else options.cluster_cidrs:
         try:
-            families.add(parse_network(text).family)
+            network = parse_network(text)
         except ValueError:  # the Node's own: whoever wrote it meant no range of this family
             continue
-    return frozenset(families)
+        networks.setdefault(network.family, network)
+    return PodDetector(networks=tuple(networks[family] for family in sorted(networks)))

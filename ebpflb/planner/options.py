@@ -17,7 +17,8 @@ class PlannerOptions(msgspec.Struct, frozen=True, kw_only=True):
     empty where unset. ``external_ips`` are the CIDRs whose addresses a Service's externalIPs may
     capture, None for any; without ``allow_external_ips`` they capture none (VER-04).
     ``bind_address`` is the node's main address of its family, "" or an unspecified one to have the
-    Node say it (CFG-55). ``cluster_cidrs`` are the pods', one of a family at most.
+    Node say it (CFG-55). Of ``cluster_cidrs`` (the pods', one of a family at most), ``pod_bridge``
+    and ``pod_device_prefix`` the one counts that ``detect_local_mode`` asks for (MASQ-09).
     """
 
     node_name: str
@@ -27,4 +28,7 @@ class PlannerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allow_external_ips: bool = True
     detect_local_mode: str = "ClusterCIDR"
     cluster_cidrs: tuple[str, ...] = ()
+    pod_bridge: str = ""
+    pod_device_prefix: str = ""
+    masquerade_all: bool = False
     bind_address: str = ""

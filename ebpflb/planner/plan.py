@@ -118,7 +118,9 @@ class Planner:
         return Plan(
             ports=MappingProxyType(self._ports),
             node_ports=self._here.node_ports,
-            tells_pods=self._here.tells_pods,
+            node_addresses=self._here.named,
+            pods=self._here.pods,
+            masquerade_all=self._options.masquerade_all,
             health_checks=MappingProxyType(self._health_checks),
         )
 

@@ -43,7 +43,8 @@ class Layout:
     """A key or a value: ``size`` bytes; ``pack(*members)`` and ``unpack(bytes)`` of its members.
 
     Members named ``pad`` or ``spare`` are zero and left out. Of the rest, numbers are in host
-    order, ``__be`` members and arrays are bytes as they lie in memory. ``offsets`` has them all.
+    order, ``__be`` members, arrays and structs are bytes as they lie in memory. ``offsets`` has
+    them all.
     """
 
     def __init__(self, name: str, text: str, members: list[tuple[str, str, int]]) -> None:
@@ -56,6 +57,10 @@ class Layout:
         fields = [m for m, code, _ in members if not code.endswith("x")]
         self._make = _tuple_type(name, fields)._make
         self.pack = self._struct.pack
+
+    def make(self, **members: object) -> bytes:
+        """The bytes with these members; all others are zero."""
+        return self.pack(*self.unpack(bytes(self.size))._replace(**members))
 
     def unpack(self, data: bytes | memoryview) -> Any:
         """A named tuple of the members."""

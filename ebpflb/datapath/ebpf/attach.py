@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebpflb.datapath.base import Difference
-from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.datapath.ebpf import libbpf
 from ebpflb.datapath.ebpf.maps import LINKS
 from ebpflb.errors import DatapathError
 
@@ -56,7 +56,7 @@ EVERY_HOOK: tuple[Hook, ...] = tuple(
                 libbpf.PROG_CGROUP_SOCK if name == "sock_release" else libbpf.PROG_CGROUP_SOCK_ADDR,
                 _ATTACH_TYPES[name],
             )
-            for name in abi.names_of("HOOK_").values()
+            for name in _ATTACH_TYPES
         ),
         key=lambda hook: (_ORDER.index(hook.name.rstrip("46")), hook.name),
     )
@@ -84,13 +84,16 @@ class Attachment:
     """The links of one pin folder on one cgroup. The folder's lock is the caller's to hold.
 
     ``bind`` says whether BIND_HOOKS are to be attached; None, for those who only look: it is right
-    as it is.
+    as it is. ``off``: nothing is to be attached.
     """
 
-    def __init__(self, pin_path: Path, cgroup: Path, *, bind: bool | None = None) -> None:
+    def __init__(
+        self, pin_path: Path, cgroup: Path, *, bind: bool | None = None, off: bool = False
+    ) -> None:
         self._links = pin_path / LINKS
         self._cgroup = cgroup
         self._bind = bind
+        self._off = off
 
     def ensure(self, programs: Mapping[str, int]) -> int:
         """Make every hook run its program of ``programs`` (descriptors by hook).
@@ -141,7 +144,9 @@ class Attachment:
             os.close(cgroup_fd)
 
     def _unwanted(self) -> list[Hook]:
-        """Hooks with a link that should have none."""
+        """Hooks with a link that should have none; new connections first."""
+        if self._off:
+            return [hook for hook in reversed(EVERY_HOOK) if self._is_pinned(hook)]
         return [] if self._bind is not False else [h for h in BIND_HOOKS if self._is_pinned(h)]
 
     def _is_pinned(self, hook: Hook) -> bool:
@@ -217,7 +222,7 @@ class Attachment:
         return [
             self._look(hook)
             for hook in EVERY_HOOK
-            if hook not in BIND_HOOKS or self._bind or self._is_pinned(hook)
+            if self._is_pinned(hook) or not (self._off or (hook in BIND_HOOKS and not self._bind))
         ]
 
     def _look(self, hook: Hook) -> Attached:

@@ -14,11 +14,14 @@ from ebpflb.datapath.ebpf import abi
 from ebpflb.datapath.ebpf.encode import (
     encode,
     encode_frontend,
+    encode_service_addresses,
+    encode_subnets,
     scope_of,
     setting_flags,
+    source_ranges,
     terminating,
 )
-from ebpflb.datapath.ebpf.rows import flag_words
+from ebpflb.datapath.ebpf.rows import flag_words, subnet_text
 from ebpflb.datapath.ebpf.tables import (
     CLUSTER,
     KIND_PROBE,
@@ -27,6 +30,8 @@ from ebpflb.datapath.ebpf.tables import (
     MEMBER_KEY,
     PORT_LB_NO_HOST,
     PORT_LB_NO_PODS,
+    PORT_LB_RANGES,
+    SERVICE_ADDRESS_KEY,
     BackendEntry,
     FrontendEntry,
     PortEntry,
@@ -47,7 +52,8 @@ _SETS = abi.names_of("SET_")
 _ROLES = abi.names_of("MEMBER_")
 _WORD_FLAGS = abi.names_of("WORD_")
 _PORT_FLAGS = abi.names_of("PORT_")
-_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST | PORT_LB_RANGES
+_ADDRESS_ROLES = abi.names_of("ADDRESS_")
 _SETTING_FLAGS = abi.names_of("SETTING_")
 
 
@@ -68,6 +74,9 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
     members: dict[int, set[bytes]] = defaultdict(set)
     for member in snapshot.members:
         members[member.id].add(member.key)
+    networks: dict[int, set[str]] = defaultdict(set)
+    for one in snapshot.source_ranges:
+        networks[one.id].add(str(one.network) if one.network else one.key.hex())
 
     for name in sorted(plan.ports, key=lambda each: each.sort_key):
         planned = plan.ports[name]
@@ -78,6 +87,7 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
             continue
         entry = entries.pop(name)
         found += _port_differences(planned, entry, snapshot, members[entry.id])
+        found += _range_differences(planned, networks[entry.id])
         found += _frontend_differences(planned, entry, frontends, names)
     found += [
         Difference(str(name), "ports", _words(name), "", "programmed") for name in sorted(entries)
@@ -97,7 +107,7 @@ def differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
 
 
 def _node_differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
-    """Where NodePorts answer, and to whom."""
+    """Where NodePorts answer and to whom, who is a pod, and which addresses are Services'."""
     wanted, actual = plan.node_ports.addresses, frozenset(snapshot.node_addrs)
     found = [
         Difference(
@@ -113,10 +123,35 @@ def _node_differences(plan: Plan, snapshot: Snapshot) -> list[Difference]:
     if flags != snapshot.flags:
         expected, seen = (_flags(each, _SETTING_FLAGS) for each in (flags, snapshot.flags))
         found.append(Difference("", "settings", "flags", expected, seen))
-    return found
+    for member, subnet, other in zip(_PODS, encode_subnets(plan), snapshot.subnets, strict=True):
+        if subnet != other:
+            found.append(
+                Difference("", "settings", member, subnet_text(subnet), subnet_text(other))
+            )
+    return [*found, *_address_differences(plan, snapshot)]
 
 
 _ANSWERS = "NodePorts answer"
+_PODS = ("pods4", "pods6")
+
+
+def _address_differences(plan: Plan, snapshot: Snapshot) -> Iterable[Difference]:
+    wanted = _by_address(encode_service_addresses(plan))
+    actual = _by_address(snapshot.service_addrs)
+    for address in sorted(wanted.keys() | actual.keys()):
+        expected, seen = wanted.get(address, ""), actual.get(address, "")
+        if expected != seen:
+            yield Difference("", "service_addrs", format_address(address), expected, seen)
+
+
+def _by_address(keys: Iterable[bytes]) -> dict[bytes, str]:
+    """What each address is, in words: ``known answers``."""
+    words: dict[bytes, str] = {}
+    for key in sorted(keys):
+        entry = SERVICE_ADDRESS_KEY.unpack(key)
+        word = _ADDRESS_ROLES.get(entry.role, f"role {entry.role}")
+        words[entry.address] = f"{words.get(entry.address, '')} {word}".lstrip()
+    return words
 
 
 def _words(name: ServicePortName) -> str:
@@ -191,6 +226,13 @@ def _port_differences(
         what = f"{role} {format_endpoint(member.address, int.from_bytes(member.port))}"
         there = "member" if key in encoded.members else ""
         yield Difference(name, "members", what, there, "" if there else "member")
+
+
+def _range_differences(planned: PlannedPort, actual: Iterable[str]) -> Iterable[Difference]:
+    wanted = {str(network) for network in source_ranges(planned)}
+    for text in sorted(wanted.symmetric_difference(actual)):
+        there = "let in" if text in wanted else ""
+        yield Difference(str(planned.name), "source_ranges", text, there, "" if there else "let in")
 
 
 def _set_differences(

@@ -18,14 +18,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ebpflb.datapath.base import Difference, SyncReport
 from ebpflb.datapath.ebpf import abi, audit, libbpf, loader
-from ebpflb.datapath.ebpf.attach import BIND_HOOKS, HOOKS, Attachment, require_cgroup2
+from ebpflb.datapath.ebpf.attach import Attachment, require_cgroup2
+from ebpflb.datapath.ebpf.carry import Carrier
 from ebpflb.datapath.ebpf.encode import PROBE_ADDRESSES, PROBE_PORT
+from ebpflb.datapath.ebpf.expiry import Counts, Expiry
 from ebpflb.datapath.ebpf.grace import KernelGate
-from ebpflb.datapath.ebpf.maps import Map, PinFolder, sizes
+from ebpflb.datapath.ebpf.maps import FLOW_TABLES, Map, PinFolder, sizes
+from ebpflb.datapath.ebpf.netfilter import Netfilter
+from ebpflb.datapath.ebpf.options import EbpfOptions
+from ebpflb.datapath.ebpf.packets import PacketPath
+from ebpflb.datapath.ebpf.programs import sock_build
+from ebpflb.datapath.ebpf.proof import PROBE, Prover
+from ebpflb.datapath.ebpf.settings import Settings
 from ebpflb.datapath.ebpf.stale import StaleUdp, Walk
 from ebpflb.datapath.ebpf.tables import KernelTables, read
 from ebpflb.datapath.ebpf.writer import Writer
@@ -37,30 +43,14 @@ _log = Log("ebpf")
 
 _HOOK = "HOOK_"
 
+_COUNTED = ("affinity", "udp_conn", "members", "devices", "fragments")
+"""Maps whose entries are counted when somebody asks; the others' are known."""
+
 SO_COOKIE = 57
 SO_NETNS_COOKIE = 71
-SETTINGS = abi.LAYOUTS["settings"]
-PROBE = abi.LAYOUTS["probe"]
 
 _UDP_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout")
 _UDP_STREAM_TIMEOUT = Path("/proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream")
-
-
-class EbpfOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``agent`` is left in `settings` for the commands: JSON values, some 4,000 bytes at most.
-
-    ``show_service_tcp``: getpeername() of a TCP socket shows the Service. ``retval`` False makes
-    the programs refuse as on kernels before 5.18; None asks the kernel. ``protect_nodeports``: no
-    process of the node may bind a port at which a NodePort answers (NP-10: kube-proxy lets it).
-    """
-
-    pin_path: Path
-    cgroup: Path
-    map_sizes: Mapping[str, int] = {}
-    show_service_tcp: bool = False
-    retval: bool | None = None
-    protect_nodeports: bool = False
-    agent: Mapping[str, object] = {}
 
 
 class _Probed(NamedTuple):
@@ -85,14 +75,18 @@ class EbpfDatapath:
         walked: Callable[[Walk], None],
     ) -> None:
         self._options = options
+        self._sockets_off = options.socket_lb == "off"
         self._folder = folder
         self._maps = maps
         self._tables = KernelTables(maps)
         self._map_ids = frozenset(libbpf.map_info(one.fd, one.name).id for one in maps.values())
-        self._settings = maps["settings"].memory()
+        self._settings = Settings(maps["settings"].memory())
         self._probe = maps["probe"].memory()
         self._attachment = Attachment(
-            options.pin_path, options.cgroup, bind=options.protect_nodeports
+            options.pin_path,
+            options.cgroup,
+            bind=options.protect_nodeports,
+            off=self._sockets_off,
         )
         self._grace = libbpf.GracePeriod()
         self._grace.wait()  # nobody reads what an earlier writer freed
@@ -109,7 +103,25 @@ class EbpfDatapath:
         self._is_new = not self._writer.programmed
         if self._is_new:
             self._stale.disown()
-        self._build = self._plan_build()
+        self._expiry = Expiry(maps)
+        self._packets = PacketPath(
+            options,
+            maps,
+            self._settings,
+            prove=Prover(self._probe).prove,
+            wake=wake,
+            netfilter=Netfilter(
+                mark=1 << options.masquerade_bit, reject_mark=1 << options.reject_bit
+            ),
+            carrier=Carrier(folder, maps, ids_are_new=self._is_new, grace=self._grace.wait),
+            carried=self._remove_others,
+        )
+        self._build = sock_build(
+            maps,
+            retval=options.retval,
+            show_service_tcp=options.show_service_tcp,
+            protect_nodeports=options.protect_nodeports,
+        )
         self._programs: Mapping[str, int] | None = None
         self._serving = False
         self._proved = False
@@ -121,32 +133,19 @@ class EbpfDatapath:
 
     # --- the programs ---------------------------------------------------------------------------
 
-    def _plan_build(self) -> loader.Build:
-        retval = self._options.retval
-        if retval is None:
-            retval = libbpf.has_helper(libbpf.PROG_CGROUP_SOCK_ADDR, libbpf.HELPER_SET_RETVAL)
-        return loader.Build(
-            source="sock.c",
-            functions=tuple(
-                loader.Function(*hook)
-                for hook in (*HOOKS, *(BIND_HOOKS if self._options.protect_nodeports else ()))
-            ),
-            defines={
-                "HAVE_RETVAL": int(retval),
-                "SHOW_SERVICE_TCP": int(self._options.show_service_tcp),
-                **{f"SIZE_{name}": one.max_entries for name, one in self._maps.items()},
-            },
-            pins={name: str(one.path) for name, one in self._maps.items()},
-        )
-
     def _up_to_date(self) -> bool:
         """Whether every hook runs a program made from this very text, on these very maps."""
-        if self._read_settings().programs != self._build.digest():
+        if self._sockets_off:
+            return True
+        if self._settings.read().programs != self._build.digest():
             return False
         return not self._attachment.differences(self._map_ids)
 
     def _attach(self, *, anew: bool = False) -> None:
         """Attach what was compiled; with ``anew`` compile again where nothing is at hand."""
+        if self._sockets_off:
+            self._detach()
+            return
         if self._programs is None and not anew:
             return
         programs = self._programs or loader.load(self._build)
@@ -158,45 +157,57 @@ class EbpfDatapath:
                         "attach", name, hint="it was made for other maps than those that are open"
                     )
             self._try(programs)
-            self._write_settings(programs=0)
+            self._settings.write(programs=0)
             changed = self._attachment.ensure(programs)
-            self._write_settings(programs=self._build.digest())
+            self._settings.write(programs=self._build.digest())
         finally:
             for fd in programs.values():
                 os.close(fd)
         _log.info("attached", cgroup=str(self._options.cgroup), links_changed=changed)
 
+    def _detach(self) -> None:
+        """Nobody's connects are translated at the socket (any more)."""
+        removed = self._attachment.ensure({})
+        self._settings.write(programs=0)
+        if removed:
+            _log.info("detached from sockets", cgroup=str(self._options.cgroup), links=removed)
+
     def _serve(self) -> None:
         """After the maps are filled for the first time: attach, prove it, leave word of it."""
-        self._write_settings(
+        self._settings.write(
             udp_timeout_ns=_seconds(_UDP_TIMEOUT, 30) * 10**9,
             udp_stream_timeout_ns=_seconds(_UDP_STREAM_TIMEOUT, 120) * 10**9,
         )
-        if not self._read_settings().host_netns:
-            self._write_settings(host_netns=_own_netns())
+        if not self._settings.read().host_netns:
+            self._settings.write(host_netns=_own_netns())
         self._attach()
         self._prove()
-        self._write_settings(options=_left_behind(self._options.agent))
+        self._settings.write(options=_left_behind(self._options.agent))
         inherited = self._stale.inherit()
         if inherited:
             _log.info("took over connected UDP sockets", sockets=inherited)
         if self._is_new:  # until now, programs of before gave out ids of maps of before
             self._stale.disown()
-        for name in self._folder.remove_others(self._maps):
-            _log.info("removed the map of another version or size", map=name)
+        self._remove_others(but=FLOW_TABLES if self._packets.is_carrying else ())
         self._serving = True
+
+    def _remove_others(self, but: Collection[str] = ()) -> None:
+        for name in self._folder.remove_others(self._maps, but=but):
+            _log.info("removed the map of another version or size", map=name)
 
     def _prove(self) -> None:
         """A connect of our own runs through the hooks, and tells this network namespace's cookie.
 
         Raises DatapathError (fatal) where it does not.
         """
-        self._proved = False
+        self._proved = self._sockets_off
+        if self._sockets_off:
+            return
         probed = self._probe_hooks()
         for one in probed:
             if not one.runs:
                 raise self._not_seen(one.hook)
-        self._write_settings(host_netns=probed[-1].netns)
+        self._settings.write(host_netns=probed[-1].netns)
         self._proved = True
 
     def _try(self, programs: Mapping[str, int]) -> None:
@@ -246,26 +257,6 @@ class EbpfDatapath:
             fatal=True,
         )
 
-    # --- settings -------------------------------------------------------------------------------
-
-    def _read_settings(self) -> Any:
-        return SETTINGS.unpack(self._settings.view[: SETTINGS.size])
-
-    def _write_settings(self, **changes: object) -> None:
-        before = bytes(self._settings.view[: SETTINGS.size])
-        options = changes.get("options")
-        if isinstance(options, bytes) and len(options) >= abi.CONSTANTS["ABI_OPTIONS_LEN"]:
-            changes["options"] = b"{}"
-        after = SETTINGS.pack(*SETTINGS.unpack(before)._replace(**changes))
-        # Programs read the numbers: a word at a time, and only what differs (the writer's own word
-        # is among them).
-        words = SETTINGS.offsets["options"] // 8
-        for at, word in enumerate(memoryview(after[: 8 * words]).cast("Q")):
-            if self._settings.words[at] != word:
-                self._settings.words[at] = word
-        if after[8 * words :] != before[8 * words :]:
-            self._settings.view[8 * words : SETTINGS.size] = after[8 * words :]
-
     # --- Datapath -------------------------------------------------------------------------------
 
     def sync(self, plan: Plan, changed: Collection[ServicePortName] | None) -> SyncReport:
@@ -276,10 +267,13 @@ class EbpfDatapath:
         if not self._serving:
             self._serve()
             self._stale.request()
+            self._packets.start()
+            self._expiry.start()
         elif report.writes and (
             not changed or any(name.protocol is Protocol.UDP for name in changed)
         ):  # not changed: of all, or of the node alone, which decides who is refused
             self._stale.request()
+        self._packets.follow(plan)
         self._note_fill()
         return report
 
@@ -289,8 +283,10 @@ class EbpfDatapath:
         finally:
             # Whatever is wrong with the programs, the maps are looked after.
             maps = self._audit_maps(plan)
+            packets = self._packets.audit(plan)
             self._stale.request(sweep=True)
-        return found + maps
+            self._expiry.request()
+        return found + packets + maps
 
     def _audit_programs(self) -> list[Difference]:
         found = self._pin_differences() + self._attachment.differences(self._map_ids)
@@ -319,17 +315,34 @@ class EbpfDatapath:
     # --- pins -----------------------------------------------------------------------------------
 
     def _pin_differences(self) -> list[Difference]:
-        return [
-            Difference("", one.name, "pin", str(one.path), "")
-            for one in self._maps.values()
-            if not one.path.exists()
-        ]
-
-    def _pin(self) -> None:
-        """Pin again what somebody unpinned: bcc would make a map of its own where a pin is gone."""
-        self._folder.create()
+        found = []
         for one in self._maps.values():
             if not one.path.exists():
+                found.append(Difference("", one.name, "pin", str(one.path), ""))
+            elif not self._is_pin_of(one):
+                found.append(Difference("", one.name, "pin", str(one.path), "of another map"))
+        return found
+
+    def _is_pin_of(self, one: Map) -> bool:
+        try:
+            fd = libbpf.obj_get(str(one.path))
+        except DatapathError:
+            return False
+        try:
+            is_map = libbpf.fd_kind(fd) == "bpf-map"
+            return is_map and libbpf.map_info(fd, one.name).id in self._map_ids
+        finally:
+            os.close(fd)
+
+    def _pin(self) -> None:
+        """Pin again what somebody unpinned: bcc makes a map of its own where a pin is gone."""
+        self._folder.create()
+        for one in self._maps.values():
+            if not self._is_pin_of(one):
+                try:
+                    one.path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise DatapathError("replace", str(one.path), error.errno or 0) from None
                 libbpf.obj_pin(one.fd, str(one.path))
 
     def counters(self) -> dict[str, int]:
@@ -339,8 +352,13 @@ class EbpfDatapath:
 
     def fill(self) -> dict[str, tuple[int, int]]:
         """(entries in use, entries in all) by map. Any thread may ask."""
-        used = self._fill | {name: self._maps[name].count() for name in ("affinity", "udp_conn")}
-        return {name: (count, self._maps[name].max_entries) for name, count in used.items()}
+        used = self._fill | {name: self._maps[name].count() for name in _COUNTED}
+        sizes = {name: (count, self._maps[name].max_entries) for name, count in used.items()}
+        return sizes | self._expiry.occupancy()
+
+    def flows(self) -> Counts:
+        """The flows at the last look, by state, and those that were over. Any thread may ask."""
+        return self._expiry.counts()
 
     def _note_fill(self) -> None:
         writer = self._writer
@@ -351,9 +369,17 @@ class EbpfDatapath:
             "names": ports,
             "backends": writer.slots_used,
             "node_addrs": writer.node_addresses_used,
+            "source_ranges": writer.source_ranges_used,
+            "service_addrs": writer.service_addresses_used,
         }
 
+    def problems(self) -> Mapping[str, str]:
+        """What of the packet path does not work, and why. Any thread may ask."""
+        return self._packets.problems
+
     def close(self) -> None:
+        self._packets.close()
+        self._expiry.close()
         self._stale.close()
         self._gate.close()
         self._grace.close()

@@ -12,17 +12,26 @@ from typing import NamedTuple
 
 from ebpflb.datapath.ebpf import abi
 from ebpflb.datapath.ebpf.tables import (
+    ADDRESS_ANSWERS,
+    ADDRESS_KNOWN,
     BACKEND,
     EXTERNAL,
     FRONTEND_KEY,
     FRONTEND_VALUE,
+    ID_BITS,
     INTERNAL,
     KIND_PROBE,
     KINDS,
     MEMBER_KEY,
+    NO_SUBNETS,
     NODE_ADDRESS_KEY,
     PORT_LB_NO_HOST,
     PORT_LB_NO_PODS,
+    PORT_LB_RANGES,
+    SERVICE_ADDRESS_KEY,
+    SOURCE_RANGE_KEY,
+    SUBNET,
+    Subnets,
 )
 from ebpflb.model import (
     Address,
@@ -30,6 +39,7 @@ from ebpflb.model import (
     Family,
     Frontend,
     FrontendKind,
+    Network,
     Plan,
     PlannedPort,
     Policy,
@@ -57,9 +67,16 @@ _TELLS_PODS_FLAGS = {
     Family.IPV4: abi.CONSTANTS["SETTING_TELLS_PODS4"],
     Family.IPV6: abi.CONSTANTS["SETTING_TELLS_PODS6"],
 }
+_BY_NET_FLAGS = {
+    Family.IPV4: abi.CONSTANTS["SETTING_PODS_BY_NET4"],
+    Family.IPV6: abi.CONSTANTS["SETTING_PODS_BY_NET6"],
+}
+BY_NET = sum(_BY_NET_FLAGS.values())
+"""The flags of `settings` that lead to its subnets."""
 
 MEMBER_VALUE = bytes(abi.LAYOUTS["member_value"].size)
 NODE_ADDRESS_VALUE = bytes(abi.LAYOUTS["node_address"].size)
+SOURCE_RANGE_VALUE = bytes(abi.LAYOUTS["source_range"].size)
 
 # Addresses that nobody has: reserved, and discard-only (RFC 1112, RFC 6666). A connected UDP
 # socket sends nothing, so a probe that no hook meets stays on the machine.
@@ -83,7 +100,10 @@ class Slots(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Keys and values as the maps have them. ``sets`` is by set: cluster, local."""
+    """Keys and values as the maps have them. ``sets`` is by set: cluster, local.
+
+    ``source_ranges`` are whose sources may dial the load balancer's addresses, empty for everybody.
+    """
 
     sets: tuple[Slots, Slots]
     draining: int
@@ -91,6 +111,7 @@ class Encoded(NamedTuple):
     port_flags: int
     frontends: Mapping[bytes, bytes]
     members: frozenset[bytes]
+    source_ranges: frozenset[Network]
 
 
 def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
@@ -121,6 +142,7 @@ def encode(planned: PlannedPort, service_port_id: int) -> Encoded:
             for frontend in planned.frontends
         },
         members=_members(planned, service_port_id),
+        source_ranges=source_ranges(planned),
     )
 
 
@@ -145,7 +167,71 @@ def encode_node_addresses(plan: Plan) -> frozenset[bytes]:
 def setting_flags(plan: Plan) -> int:
     """What the programs must know of the node as a whole."""
     flags = sum(_LOOPBACK_FLAGS[family] for family in plan.node_ports.loopback)
-    return flags | sum(_TELLS_PODS_FLAGS[family] for family in plan.tells_pods)
+    flags |= sum(_TELLS_PODS_FLAGS[family] for family in plan.tells_pods)
+    flags |= sum(_BY_NET_FLAGS[network.family] for network in plan.pods.networks)
+    if plan.pods.bridge or plan.pods.device_prefix:
+        flags |= abi.CONSTANTS["SETTING_PODS_BY_DEVICE"]
+    return flags | (abi.CONSTANTS["SETTING_MASQUERADE_ALL"] if plan.masquerade_all else 0)
+
+
+def encode_subnets(plan: Plan) -> Subnets:
+    """Where `settings` says that pods' addresses are."""
+    by_family = {network.family: _subnet(network) for network in plan.pods.networks}
+    return Subnets(
+        by_family.get(Family.IPV4, NO_SUBNETS.ipv4), by_family.get(Family.IPV6, NO_SUBNETS.ipv6)
+    )
+
+
+def _subnet(network: Network) -> bytes:
+    mask = (1 << 128) - (1 << 128 - network.length)
+    return SUBNET.pack(network.address, mask.to_bytes(16))
+
+
+# --- load balancers' source ranges ---------------------------------------------------------------
+
+
+def source_ranges(planned: PlannedPort) -> frozenset[Network]:
+    """From where its load-balancer addresses may be dialled; empty for everywhere.
+
+    Where this node may dial them, they may themselves: a node that has such an address bound, and
+    dials it, comes from it (LB-07).
+    """
+    if not planned.source_ranges or not planned.node_in_ranges:
+        return frozenset(planned.source_ranges)
+    balanced = (one for one in planned.frontends if one.kind is FrontendKind.LOAD_BALANCER)
+    return frozenset((*planned.source_ranges, *(Network(one.address, 128) for one in balanced)))
+
+
+def encode_source_range(network: Network, service_port_id: int) -> bytes:
+    return SOURCE_RANGE_KEY.pack(ID_BITS + network.length, service_port_id, network.address)
+
+
+# --- Services' addresses --------------------------------------------------------------------------
+
+
+def encode_service_address(address: bytes, role: int) -> bytes:
+    return SERVICE_ADDRESS_KEY.pack(address, role)
+
+
+def encode_service_addresses(plan: Plan) -> frozenset[bytes]:
+    """The keys of `service_addrs`.
+
+    An address answers a ping where one of its frontends leads those somewhere who come from
+    outside: under the Local policy to an endpoint on this node. Pods' pings are no exception.
+    """
+    found = set()
+    for planned in plan.ports.values():
+        for frontend in planned.frontends:
+            if frontend.kind is FrontendKind.NODE_PORT:
+                continue
+            found.add(encode_service_address(frontend.address, ADDRESS_KNOWN))
+            chosen = planned.internal if scope_of(frontend.kind) == INTERNAL else planned.external
+            if chosen and chosen.backends:
+                found.add(encode_service_address(frontend.address, ADDRESS_ANSWERS))
+    return frozenset(found)
+
+
+# --- entries --------------------------------------------------------------------------------------
 
 
 def encode_backends(backends: Iterable[Backend], owner: int) -> bytes:
@@ -179,8 +265,12 @@ def _port_flags(planned: PlannedPort) -> int:
         flags |= abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
     if planned.external_policy is Policy.LOCAL:
         flags |= abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
-    if planned.source_ranges and planned.socket_lb:  # LB-05, LB-06
-        flags |= PORT_LB_NO_PODS if planned.node_in_ranges else PORT_LB_NO_PODS | PORT_LB_NO_HOST
+    if planned.source_ranges:  # LB-05, LB-06
+        flags |= PORT_LB_RANGES
+        # A packet of the node's own asks for this too, and of a Service that sockets leave alone.
+        flags |= 0 if planned.node_in_ranges else PORT_LB_NO_HOST
+        if planned.socket_lb:
+            flags |= PORT_LB_NO_PODS
     return flags
 
 

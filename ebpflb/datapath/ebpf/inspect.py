@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from ebpflb.datapath.ebpf import abi, libbpf, rows
+from ebpflb.datapath.ebpf import abi, flowrows, libbpf, rows
 from ebpflb.datapath.ebpf.attach import Attachment
 from ebpflb.datapath.ebpf.maps import Map, PinFolder, lock_holder
 from ebpflb.datapath.ebpf.rows import PROBE, SETTINGS, Row
@@ -33,6 +35,8 @@ from ebpflb.datapath.ebpf.tables import (
     read_members,
     read_names,
     read_node_addrs,
+    read_service_addrs,
+    read_source_ranges,
 )
 from ebpflb.errors import ConfigError, DatapathError
 
@@ -48,16 +52,21 @@ OF_SERVICES: Final = (
     "affinity",
     "members",
     "udp_conn",
+    "flows_new",
+    "conntrack",
+    "source_ranges",
     "connections",
     "names",
 )
-"""Maps whose every entry belongs to one service port."""
+"""Maps whose every entry belongs to one service port, but for what is foreign to us."""
 
 EVICTING: Final = tuple(name for name, spec in abi.MAPS.items() if spec.type == "lru_hash")
 """Maps that make room for the newest entry by themselves."""
 
 _HOOKS = abi.names_of("HOOK_")
 _STATS = abi.names_of("STAT_")
+
+_SO_NETNS_COOKIE: Final = 71
 
 
 # --- the maps themselves -------------------------------------------------------------------------
@@ -99,6 +108,9 @@ class Inspector:
         self.__dict__.pop("snapshot", None)
         return self.snapshot
 
+    def map(self, name: str) -> Map:
+        return self._maps[name]
+
     def max_entries(self, name: str) -> int:
         return self._maps[name].max_entries
 
@@ -116,6 +128,14 @@ class Inspector:
             "affinity": self._affinity,
             "members": lambda: rows.member_rows(read_members(self._tables), self.names),
             "udp_conn": lambda: rows.udp_conn_rows(self._maps["udp_conn"].items(), self.names),
+            "flows_new": lambda: self._flows("flows_new"),
+            "conntrack": lambda: self._flows("conntrack"),
+            "fragments": lambda: flowrows.fragment_rows(self._maps["fragments"].items()),
+            "source_ranges": lambda: rows.source_range_rows(
+                read_source_ranges(self._tables), self.names
+            ),
+            "service_addrs": lambda: rows.service_address_rows(read_service_addrs(self._tables)),
+            "devices": self._devices,
             "connections": lambda: rows.connections_rows(
                 self.snapshot.ports, self.names, self._tables.connections
             ),
@@ -164,9 +184,9 @@ class Inspector:
         ]
 
     def _count(self, one: Map) -> int | None:
-        if "hash" not in one.spec.type:
-            return None
-        return sum(1 for _ in one.items())
+        if "hash" in one.spec.type or one.spec.type == "lpm_trie":
+            return one.count()
+        return None
 
     def _affinity(self) -> list[rows.AffinityRow]:
         return rows.affinity_rows(
@@ -174,6 +194,20 @@ class Inspector:
             self.names,
             now_ns=time.clock_gettime_ns(time.CLOCK_MONOTONIC),  # as bpf_ktime_get_ns()
         )
+
+    def _flows(self, name: str) -> list[flowrows.FlowRow]:
+        return flowrows.flow_rows(
+            name,
+            self._maps[name].items(),
+            self.names,
+            now_ns=time.clock_gettime_ns(time.CLOCK_MONOTONIC),
+        )
+
+    def _devices(self) -> list[rows.DeviceRow]:
+        """With their names where this is the node's network namespace, as far as can be known."""
+        elsewhere = is_elsewhere(self.settings().host_netns)
+        names = {} if elsewhere else dict(socket.if_nameindex())
+        return rows.device_rows((key for key, _ in self._maps["devices"].items()), names)
 
     def _probe(self) -> list[rows.ProbeRow]:
         one = self._maps["probe"]
@@ -184,6 +218,25 @@ class Inspector:
         self._tables.close()
         for one in self._maps.values():
             one.close()
+
+
+def is_elsewhere(host_netns: int) -> bool:
+    """Whether this process is in another network namespace than the node, as far as can be known.
+
+    ``host_netns`` is the node's, as `settings` has it; 0 is not known.
+    """
+    mine = netns_cookie()
+    return bool(mine and host_netns and mine != host_netns)
+
+
+def netns_cookie() -> int:
+    """That of this process's network namespace; 0 on kernels before 5.14."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            raw = one.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return 0
+    return int(struct.unpack("=Q", raw)[0])
 
 
 def is_there(pin_path: Path) -> bool:
@@ -240,7 +293,12 @@ def _nothing(pin_path: Path) -> DatapathError:
 def attachment(pin_path: Path, cgroup: Path, left: Mapping[str, object]) -> Attachment:
     """The links there, as the agent, which ``left`` word of it, wants them."""
     bind = left.get("protect_nodeports")
-    return Attachment(pin_path, cgroup, bind=bind if isinstance(bind, bool) else None)
+    return Attachment(
+        pin_path,
+        cgroup,
+        bind=bind if isinstance(bind, bool) else None,
+        off=left.get("socket_lb") == "off",
+    )
 
 
 # --- who writes them -----------------------------------------------------------------------------

@@ -28,10 +28,12 @@ MAP_TYPES = {
     "array": 2,
     "percpu_array": 6,
     "lru_hash": 9,
+    "lpm_trie": 11,
     "array_of_maps": 12,
     "sk_storage": 24,
 }
 
+PROG_SCHED_CLS = 3
 PROG_CGROUP_SOCK = 9
 PROG_CGROUP_SOCK_ADDR = 18
 
@@ -67,6 +69,26 @@ class _BatchOpts(ctypes.Structure):
     )
 
 
+class _RunOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("data_in", ctypes.c_char_p),
+        ("data_out", ctypes.c_void_p),
+        ("data_size_in", ctypes.c_uint32),
+        ("data_size_out", ctypes.c_uint32),
+        ("ctx_in", ctypes.c_char_p),
+        ("ctx_out", ctypes.c_void_p),
+        ("ctx_size_in", ctypes.c_uint32),
+        ("ctx_size_out", ctypes.c_uint32),
+        ("retval", ctypes.c_uint32),
+        ("repeat", ctypes.c_int),
+        ("duration", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("cpu", ctypes.c_uint32),
+        ("batch_size", ctypes.c_uint32),
+    )
+
+
 class MapInfo(NamedTuple):
     type: int
     id: int
@@ -81,6 +103,25 @@ class ProgInfo(NamedTuple):
     name: str
     tag: str
     map_ids: frozenset[int]
+    verified: int = 0
+    """Instructions that the verifier looked at; 0 before 5.16."""
+
+
+class RunResult(NamedTuple):
+    """What a program made of a packet. ``duration_ns`` is the mean of all its runs."""
+
+    verdict: int
+    packet: bytes
+    mark: int
+    duration_ns: int
+
+
+class Btf(NamedTuple):
+    """A description of types in the kernel's format, and which of them a map's two are."""
+
+    data: bytes
+    key_type: int
+    value_type: int
 
 
 class LinkInfo(NamedTuple):
@@ -130,13 +171,20 @@ def map_create(
     max_entries: int,
     flags: int = 0,
     inner_fd: int = 0,
+    types: Btf | None = None,
 ) -> int:
-    """Make a map; returns its descriptor. ``kind`` is a key of MAP_TYPES."""
+    """Make a map; returns its descriptor. ``kind`` is a key of MAP_TYPES.
+
+    ``types``, if given, stay with the map for as long as it lives.
+    """
     opts = _CreateOpts(sz=ctypes.sizeof(_CreateOpts), map_flags=flags, inner_map_fd=inner_fd)
     btf = -1
     if kind == "sk_storage":
-        btf = _btf_int_and_struct(value_size)
-        opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = btf, 1, 2
+        types = _int_and_struct(value_size)
+    if types:
+        btf = _call("load", "BTF", "bpf_btf_load", types.data, len(types.data), None)
+        opts.btf_fd = btf
+        opts.btf_key_type_id, opts.btf_value_type_id = types.key_type, types.value_type
     try:
         return _call(
             "create map",
@@ -154,14 +202,13 @@ def map_create(
             os.close(btf)
 
 
-def _btf_int_and_struct(size: int) -> int:
+def _int_and_struct(size: int) -> Btf:
     """Socket storage is refused without a description: an int, and a struct of ``size`` bytes."""
     strings = b"\0int\0"
     types = struct.pack("=IIII", 1, 1 << 24, 4, (1 << 24) | 32)  # signed 32-bit int
     types += struct.pack("=III", 0, 4 << 24, size)
     header = struct.pack("=HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(types), len(types), len(strings))
-    data = header + types + strings
-    return _call("load", "BTF", "bpf_btf_load", data, len(data), None)
+    return Btf(header + types + strings, 1, 2)
 
 
 def obj_pin(fd: int, path: str) -> None:
@@ -187,6 +234,24 @@ def fd_kind(fd: int) -> str:
 def map_info(fd: int, name: str) -> MapInfo:
     raw = _info(fd, ctypes.create_string_buffer(88), name)
     return MapInfo(*struct.unpack_from("=IIIIII", raw))
+
+
+def map_types(fd: int, name: str) -> Btf | None:
+    """What the map was made with; None if with none."""
+    raw = _info(fd, ctypes.create_string_buffer(88), name)
+    btf_id, key_type, value_type = struct.unpack_from("=III", raw, 64)
+    if not btf_id:
+        return None
+    btf = _call("open BTF of", name, "bpf_btf_get_fd_by_id", btf_id)
+    try:
+        size = struct.unpack_from("=I", _info(btf, ctypes.create_string_buffer(32), name), 8)[0]
+        data = ctypes.create_string_buffer(size)
+        question = ctypes.create_string_buffer(32)
+        struct.pack_into("=QI", question, 0, ctypes.addressof(data), size)
+        _info(btf, question, name)
+    finally:
+        os.close(btf)
+    return Btf(data.raw, key_type, value_type)
 
 
 def map_memory(fd: int) -> int:
@@ -285,6 +350,40 @@ def items(fd: int, name: str, key_size: int, value_size: int) -> Iterator[tuple[
                 all_keys[i * key_size : (i + 1) * key_size],
                 all_values[i * value_size : (i + 1) * value_size],
             )
+
+
+def items_singly(
+    fd: int, name: str, key_size: int, value_size: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """The same, by single calls: for kinds of maps that old kernels know no batches of."""
+    seen: set[bytes] = set()
+    key: bytes | None = None
+    while (key := _next_key(fd, name, key, key_size)) is not None:
+        if key in seen:  # the one before it was deleted meanwhile, and the kernel began anew
+            continue
+        seen.add(key)
+        value = lookup(fd, name, key, value_size)
+        if value is not None:
+            yield key, value
+
+
+def _next_key(fd: int, name: str, key: bytes | None, size: int) -> bytes | None:
+    found = ctypes.create_string_buffer(size)
+    result = int(_lib().bpf_map_get_next_key(fd, key, found))
+    if result < 0 and result != -errno.ENOENT:
+        raise _error("read map", name, -result)
+    return found.raw if result == 0 else None
+
+
+def batches(
+    fd: int, name: str, key_size: int, value_size: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """The same in pieces of a thousand or so: the keys, and the values, one behind the other."""
+    for keys, values, count in _batches(fd, name, key_size, value_size):
+        yield (
+            memoryview(keys).cast("B")[: count * key_size],
+            memoryview(values).cast("B")[: count * value_size],
+        )
 
 
 def count(fd: int, name: str, key_size: int, value_size: int) -> int:
@@ -461,6 +560,78 @@ def prog_info(fd: int) -> ProgInfo:
         name=raw[64:80].split(b"\0")[0].decode(errors="replace"),
         tag=raw[8:16].hex(),
         map_ids=frozenset(ids[: min(count, len(ids))]),
+        verified=struct.unpack_from("=I", raw, 216)[0],
+    )
+
+
+def load_empty(prog_type: int) -> int:
+    """A program that returns 0 and does nothing else, to compare others with; its descriptor."""
+    code = struct.pack("=BBhi", 0xB7, 0, 0, 0) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+    return _call(
+        "load", "empty program", "bpf_prog_load", prog_type, b"empty", b"GPL", code, 2, None
+    )
+
+
+# Where the members of struct __sk_buff are that a test run takes; all others must be zero.
+_SKB_SIZE = 192
+_SKB_MARK = 8
+_SKB_INGRESS_IFINDEX = 36
+_SKB_IFINDEX = 40
+_SKB_GSO_SEGS = 164
+_SKB_GSO_SIZE = 176
+
+_RUN_CHECKSUM_COMPLETE = 4
+
+
+def prog_test_run(
+    fd: int,
+    packet: bytes,
+    *,
+    ifindex: int = 0,
+    ingress_ifindex: int = 0,
+    mark: int = 0,
+    gso_segs: int = 0,
+    gso_size: int = 0,
+    repeat: int = 1,
+    checksum_complete: bool = False,
+) -> RunResult:
+    """Run a tc program on a packet that no device sees; nothing that it decides is done.
+
+    ``packet`` is of 14 bytes at least, which the kernel reads as an Ethernet header. ``ifindex`` is
+    a device of the caller's network namespace, 0 its loopback. With ``checksum_complete`` the
+    kernel has summed the packet up, as many network cards do, and a program that leaves that sum
+    wrong is an error (EBADMSG; a kernel before 6.16 knows no such flag, EINVAL).
+    """
+    context = bytearray(_SKB_SIZE)
+    for at, value in (
+        (_SKB_MARK, mark),
+        (_SKB_INGRESS_IFINDEX, ingress_ifindex),
+        (_SKB_IFINDEX, ifindex),
+        (_SKB_GSO_SEGS, gso_segs),
+        (_SKB_GSO_SIZE, gso_size),
+    ):
+        struct.pack_into("=I", context, at, value)
+    out = ctypes.create_string_buffer(len(packet) + 256)
+    context_out = ctypes.create_string_buffer(_SKB_SIZE)
+    opts = _RunOpts(
+        sz=ctypes.sizeof(_RunOpts),
+        data_in=packet,
+        data_out=ctypes.addressof(out),
+        data_size_in=len(packet),
+        data_size_out=len(out),
+        ctx_in=bytes(context),
+        ctx_out=ctypes.addressof(context_out),
+        ctx_size_in=_SKB_SIZE,
+        ctx_size_out=_SKB_SIZE,
+        repeat=repeat,
+        flags=_RUN_CHECKSUM_COMPLETE if checksum_complete else 0,
+    )
+    _call("run", "program", "bpf_prog_test_run_opts", fd, ctypes.byref(opts))
+    return RunResult(
+        verdict=ctypes.c_int32(opts.retval).value,
+        packet=out.raw[: opts.data_size_out],
+        mark=struct.unpack_from("=I", context_out, _SKB_MARK)[0],
+        duration_ns=opts.duration,
     )
 
 
@@ -502,3 +673,66 @@ def cgroup_programs(cgroup_fd: int, attach_type: int) -> tuple[list[int], int]:
         ctypes.byref(count),
     )
     return list(ids[: count.value]), flags.value
+
+
+# --- tc, without a qdisc (Linux 6.6) -----------------------------------------------------------
+
+TCX_BEFORE = 8
+TCX_AFTER = 16
+_TCX_REPLACE = 4
+
+_PROG_ATTACH = 8
+_PROG_DETACH = 9
+_PROG_QUERY = 16
+_NR_BPF = {"x86_64": 321, "ppc64le": 361, "s390x": 351}.get(platform.machine(), 280)
+
+# The members of union bpf_attr that these commands take; libbpf of Debian 12 knows no TCX.
+_ATTACH_ATTR = struct.Struct(
+    "=iIIIIIQ"
+)  # device, program, type, flags, replaced, relative, revision
+_QUERY_ATTR = struct.Struct("=iIIIQI4xQQQQ")  # device, type, flags (2), ids, count, unused
+
+
+def tcx_programs(ifindex: int, attach_type: int) -> list[int] | None:
+    """The ids of the programs on a device, in the order in which they run; None before 6.6."""
+    ids = (ctypes.c_uint32 * 64)()
+    attr = bytearray(
+        _QUERY_ATTR.pack(ifindex, attach_type, 0, 0, ctypes.addressof(ids), len(ids), 0, 0, 0, 0)
+    )
+    result = _bpf(_PROG_QUERY, attr)
+    if result in (-errno.EINVAL, -errno.ENOTSUP):
+        return None
+    if result < 0:
+        raise _error("ask about", f"tcx of device {ifindex}", -result)
+    count = _QUERY_ATTR.unpack(attr)[5]
+    return list(ids[:count])
+
+
+def tcx_attach(
+    ifindex: int, attach_type: int, prog_fd: int, *, where: int = 0, instead_of: int = 0
+) -> None:
+    """Let a program run on a device, TCX_BEFORE or TCX_AFTER all others, or in another's place.
+
+    It stays when its descriptors are closed. ``instead_of`` is a descriptor.
+    """
+    flags = _TCX_REPLACE if instead_of else where
+    attr = _ATTACH_ATTR.pack(ifindex, prog_fd, attach_type, flags, instead_of, 0, 0)
+    result = _bpf(_PROG_ATTACH, bytearray(attr))
+    if result < 0:
+        raise _error("attach to", f"tcx of device {ifindex}", -result)
+
+
+def tcx_detach(ifindex: int, attach_type: int, prog_fd: int) -> bool:
+    """False where it was not there."""
+    attr = _ATTACH_ATTR.pack(ifindex, prog_fd, attach_type, 0, 0, 0, 0)
+    result = _bpf(_PROG_DETACH, bytearray(attr))
+    if result < 0 and result != -errno.ENOENT:
+        raise _error("detach from", f"tcx of device {ifindex}", -result)
+    return result >= 0
+
+
+def _bpf(command: int, attr: bytearray) -> int:
+    """The system call itself; a negative errno where it fails. ``attr`` may be written to."""
+    memory = (ctypes.c_char * len(attr)).from_buffer(attr)
+    result = int(_libc().syscall(_NR_BPF, command, memory, len(attr)))
+    return result if result >= 0 else -ctypes.get_errno()

@@ -10,6 +10,7 @@ child printed is shown but the lines that explain a failure.
 from __future__ import annotations
 
 import array
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple
@@ -77,42 +79,81 @@ def flatten(name: str, seen: set[str] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+class Loading:
+    """A child that compiles and loads; ``wait`` for it, or ``cancel`` it from another thread."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+
+    def wait(self) -> dict[str, int]:
+        """The programs' descriptors by function name.
+
+        Raises DatapathError with the lines of the compiler or the verifier that matter.
+        """
+        build = self._build
+        ours, theirs = socket.socketpair()
+        with ours, theirs, resources.as_file(abi.SOURCES) as tree:
+            request = {
+                "text": build.text(),
+                "flags": build.flags(),
+                "functions": build.functions,
+                "socket": theirs.fileno(),
+            }
+            try:
+                child = self._run(json.dumps(request), theirs.fileno(), str(tree))
+            except subprocess.TimeoutExpired:
+                raise DatapathError(
+                    "compile", f"bpf/{build.source}", hint=f"gave up after {COMPILE_TIMEOUT_S} s"
+                ) from None
+            except OSError as error:
+                raise DatapathError("run", sys.executable, error.errno or 0) from None
+            if self._cancelled:
+                raise DatapathError("compile", f"bpf/{build.source}", errno.ECANCELED)
+            if child.returncode:
+                raise _explain(build, child)
+            names = [function.name for function in build.functions]
+            _, fds, _, _ = socket.recv_fds(ours, 1, len(names))
+        return dict(zip(names, fds, strict=True))
+
+    def _run(self, request: str, channel: int, tree: str) -> subprocess.CompletedProcess[str]:
+        with self._lock:
+            if self._cancelled:
+                return subprocess.CompletedProcess([], 0, "", "")
+            # -P: the working directory may be anybody's, and this child is root.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ebpflb.datapath.ebpf.loader"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[channel],
+                env={**os.environ, "BCC_KERNEL_SOURCE": tree},
+            )
+        with self._process as child:
+            try:
+                said, complained = child.communicate(request, COMPILE_TIMEOUT_S)
+            except BaseException:
+                child.kill()
+                raise
+        return subprocess.CompletedProcess(child.args, child.returncode, said, complained)
+
+    def cancel(self) -> None:
+        """End it; ``wait`` raises then. Any thread may, at any time."""
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+
 def load(build: Build) -> dict[str, int]:
     """Compile and load; returns the programs' descriptors by function name.
 
     Raises DatapathError with the lines of the compiler or the verifier that matter.
     """
-    ours, theirs = socket.socketpair()
-    with ours, theirs, resources.as_file(abi.SOURCES) as tree:
-        request = {
-            "text": build.text(),
-            "flags": build.flags(),
-            "functions": build.functions,
-            "socket": theirs.fileno(),
-        }
-        try:
-            child = subprocess.run(
-                # -P: the working directory may be anybody's, and this child is root.
-                [sys.executable, "-P", "-m", "ebpflb.datapath.ebpf.loader"],
-                input=json.dumps(request),
-                text=True,
-                capture_output=True,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "BCC_KERNEL_SOURCE": str(tree)},
-                timeout=COMPILE_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise DatapathError(
-                "compile", f"bpf/{build.source}", hint=f"gave up after {COMPILE_TIMEOUT_S} s"
-            ) from None
-        except OSError as error:
-            raise DatapathError("run", sys.executable, error.errno or 0) from None
-        if child.returncode:
-            raise _explain(build, child)
-        names = [function.name for function in build.functions]
-        _, fds, _, _ = socket.recv_fds(ours, 1, len(names))
-    return dict(zip(names, fds, strict=True))
+    return Loading(build).wait()
 
 
 def _explain(build: Build, child: subprocess.CompletedProcess[str]) -> DatapathError:

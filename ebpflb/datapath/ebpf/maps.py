@@ -13,11 +13,11 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ebpflb.datapath.ebpf import abi, libbpf
+from ebpflb.datapath.ebpf import abi, libbpf, members
 from ebpflb.errors import ConfigError, DatapathError
 
 BPFFS_MAGIC = "bpf"
@@ -33,16 +33,32 @@ DEFAULT_SIZES: Mapping[str, int] = {
     "udp_conn": 65_536,
     "names": 32_768,
     "node_addrs": 16_384,
+    "flows_new": 32_768,
+    "conntrack": 131_072,
+    "source_ranges": 16_384,
+    "service_addrs": 65_536,
 }
 """Entries of the maps whose size is an option (``--map-size NAME=N``)."""
 
+FLOW_TABLES = ("conntrack", "flows_new")
+"""Maps of open flows: their layout stays with them, for the next version to carry them over by."""
+
 _FOLLOWS = {"connections": "ports"}
-_FIXED = {"sock_peer": 0, "sock_udp": 0, "settings": 1}
+_FIXED = {"sock_peer": 0, "sock_udp": 0, "settings": 1, "fragments": 8_192, "devices": 16_384}
 _FROM_ENUM = {"stats": "STAT_COUNT", "probe": "HOOK_COUNT"}
 
 # Their keys or values are ids and slots of one another.
 _TOGETHER = frozenset(
-    {"frontends", "ports", "backends", "affinity", "members", "connections", "names"}
+    {
+        "frontends",
+        "ports",
+        "backends",
+        "affinity",
+        "members",
+        "connections",
+        "names",
+        "source_ranges",
+    }
 )
 
 
@@ -74,20 +90,44 @@ class Map:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def _is_trie(self) -> bool:
+        """Before 5.13 the kernel has no batches for these."""
+        return self.spec.type == "lpm_trie"
+
     def lookup(self, key: bytes) -> bytes | None:
         return libbpf.lookup(self.fd, self.name, key, self.spec.value.size)
 
     def update(self, items: Sequence[tuple[bytes, bytes]]) -> None:
-        libbpf.update_batch(self.fd, self.name, items)
+        if self._is_trie:
+            for key, value in items:
+                libbpf.update(self.fd, self.name, key, value)
+        else:
+            libbpf.update_batch(self.fd, self.name, items)
+
+    def insert(self, key: bytes, value: bytes) -> bool:
+        """Write an entry where there is none; False where there is one, which stays."""
+        return libbpf.insert(self.fd, self.name, key, value)
+
+    def take(self, key: bytes) -> bytes | None:
+        """Delete an entry of a hash map and return what it was."""
+        return libbpf.take(self.fd, self.name, key, self.spec.value.size)
 
     def delete(self, key: bytes) -> None:
         libbpf.delete(self.fd, self.name, key)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        return libbpf.items(self.fd, self.name, self.spec.key.size, self.spec.value.size)
+        read = libbpf.items_singly if self._is_trie else libbpf.items
+        return read(self.fd, self.name, self.spec.key.size, self.spec.value.size)
+
+    def batches(self) -> Iterator[tuple[memoryview, memoryview]]:
+        """The entries of a hash map in pieces: keys, and values, one behind the other."""
+        return libbpf.batches(self.fd, self.name, self.spec.key.size, self.spec.value.size)
 
     def count(self) -> int:
-        """Entries in use of a hash map."""
+        """Entries in use of a hash map or a trie."""
+        if self._is_trie:
+            return sum(1 for _ in self.items())
         return libbpf.count(self.fd, self.name, self.spec.key.size, self.spec.value.size)
 
     def memory(self) -> libbpf.MappedArray:
@@ -226,6 +266,7 @@ class PinFolder:
             value_size=spec.value.size,
             max_entries=max_entries,
             flags=spec.flags,
+            types=members.describe(spec.key, spec.value) if spec.name in FLOW_TABLES else None,
         )
         libbpf.obj_pin(fd, str(path))
         return Map(spec, fd, path, max_entries)
@@ -267,12 +308,20 @@ class PinFolder:
             )
         return found
 
-    def remove_others(self, maps: Mapping[str, Map]) -> list[str]:
-        """Unpin maps of ours in other sizes or layouts; returns their names."""
-        keep = {one.path for one in maps.values()}
+    def others(self, maps: Mapping[str, Map]) -> list[Path]:
+        """The pins of maps of ours in other sizes or layouts."""
+        ours = {one.path for one in maps.values()}
+        return [
+            path
+            for path in sorted(self.path.glob("*-*"))
+            if path.name.rpartition("-")[0] in abi.MAPS and path not in ours
+        ]
+
+    def remove_others(self, maps: Mapping[str, Map], *, but: Collection[str] = ()) -> list[str]:
+        """Unpin these, except those of the maps named; returns what is gone."""
         gone = []
-        for path in self.path.glob("*-*"):
-            if path.name.rpartition("-")[0] in abi.MAPS and path not in keep:
+        for path in self.others(maps):
+            if path.name.rpartition("-")[0] not in but:
                 path.unlink()
                 gone.append(path.name)
         return gone

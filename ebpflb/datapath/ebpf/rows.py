@@ -25,20 +25,33 @@ from ebpflb.datapath.ebpf.tables import (
     LOCAL,
     PORT_LB_NO_HOST,
     PORT_LB_NO_PODS,
+    SERVICE_ADDRESS_KEY,
+    SUBNET,
     BackendEntry,
     FrontendEntry,
     MemberEntry,
     PortEntry,
     Snapshot,
+    SourceRangeEntry,
     Word,
     index_of,
 )
-from ebpflb.model import Family, FrontendKind, Policy, Protocol, family_of, format_address
+from ebpflb.model import (
+    Address,
+    Family,
+    FrontendKind,
+    Network,
+    Policy,
+    Protocol,
+    family_of,
+    format_address,
+)
 
 AFFINITY_KEY = abi.LAYOUTS["affinity_key"]
 AFFINITY_VALUE = abi.LAYOUTS["affinity_value"]
 UDP_CONN = abi.LAYOUTS["udp_conn"]
 PROBE = abi.LAYOUTS["probe"]
+DEVICE_KEY = abi.LAYOUTS["device_key"]
 SETTINGS = abi.LAYOUTS["settings"]
 
 _SCOPE_WORDS = abi.names_of("SCOPE_")
@@ -46,6 +59,11 @@ _SET_WORDS = abi.names_of("SET_")
 _WORD_FLAGS = abi.names_of("WORD_")
 _PORT_FLAGS = abi.names_of("PORT_")
 _SETTING_FLAGS = abi.names_of("SETTING_")
+_STATE_FLAGS = abi.names_of("STATE_")
+_BY_NET4 = abi.CONSTANTS["SETTING_PODS_BY_NET4"]
+_BY_NET6 = abi.CONSTANTS["SETTING_PODS_BY_NET6"]
+_ADDRESS_ROLES = abi.names_of("ADDRESS_")
+_DEVICE_ROLES = abi.names_of("DEVICE_")
 _ROLES = abi.names_of("MEMBER_")
 _HOOKS = abi.names_of("HOOK_")
 _NONE_LOCAL = abi.CONSTANTS["WORD_NONE_LOCAL"]
@@ -158,6 +176,29 @@ class UdpConnRow(Row, frozen=True):
     service: str | None
 
 
+class SourceRangeRow(Row, frozen=True):
+    """``network``: sources that may dial the service port's load-balancer addresses."""
+
+    network: str
+    id: int
+    service: str | None
+
+
+class ServiceAddressRow(Row, frozen=True):
+    """``role``: known, a frontend has this address; answers, it answers an echo request."""
+
+    address: str
+    role: str
+
+
+class DeviceRow(Row, frozen=True):
+    """``device`` is its name, None where that is not known."""
+
+    index: int
+    device: str | None
+    role: str
+
+
 class ConnectionsRow(Row, frozen=True):
     slot: int
     connections: int
@@ -186,17 +227,25 @@ class NameRow(Row, frozen=True):
 
 
 class SettingsRow(Row, frozen=True):
-    """``programs`` names the attached programs' text; ``options`` is what the agent was told.
+    """What the programs read of the node, and ``options``, which is what the agent was told.
 
-    ``flags``: loopback4 and loopback6, NodePorts answer the host there; tells_pods4 and
-    tells_pods6, pods are told from the outside.
+    ``programs`` and ``packet_programs`` name the attached programs' text. ``flags`` are what the
+    plan says of the node, ``state`` what the packet path can do there. A mark is in hex. ``pods``
+    are the networks of pods' addresses, those that ``flags`` lead to.
     """
 
     host_netns: int
     udp_timeout_seconds: int
     udp_stream_timeout_seconds: int
     programs: str
+    packet_programs: str
     flags: list[str]
+    state: list[str]
+    tcp_timeout_seconds: int
+    tcp_closing_seconds: int
+    masquerade_mark: str
+    reject_mark: str
+    pods: list[str]
     options: dict[str, object]
 
 
@@ -219,6 +268,17 @@ def flag_words(flags: int, words: Mapping[int, str]) -> list[str]:
     return [words.get(1 << bit, hex(1 << bit)) for bit in range(64) if flags & 1 << bit]
 
 
+def subnet_text(raw: bytes) -> str:
+    """``10.244.0.0/16`` of a subnet in `settings`, "" where it is empty."""
+    subnet: Any = SUBNET.unpack(raw)
+    if not any(raw):
+        return ""
+    length = int.from_bytes(subnet.mask).bit_count()
+    if int.from_bytes(subnet.mask) != (1 << 128) - (1 << 128 - length):
+        return f"{format_address(subnet.address)} & {format_address(subnet.mask)}"
+    return str(Network(Address(subnet.address), length))
+
+
 def frontend_rows(entries: Iterable[FrontendEntry], names: Mapping[int, str]) -> list[FrontendRow]:
     """By address, port and protocol."""
     return [
@@ -232,14 +292,14 @@ def frontend_rows(entries: Iterable[FrontendEntry], names: Mapping[int, str]) ->
             service=names.get(entry.id),
         )
         for entry in sorted(
-            entries, key=lambda e: (_address_key(e.address), e.port, e.protocol, e.id)
+            entries, key=lambda e: (address_key(e.address), e.port, e.protocol, e.id)
         )
     ]
 
 
 def node_address_rows(addresses: Iterable[bytes]) -> list[NodeAddressRow]:
     """By address."""
-    return [NodeAddressRow(format_address(one)) for one in sorted(addresses, key=_address_key)]
+    return [NodeAddressRow(format_address(one)) for one in sorted(addresses, key=address_key)]
 
 
 def port_rows(ports: Iterable[PortEntry], names: Mapping[int, str]) -> list[PortRow]:
@@ -326,8 +386,8 @@ def affinity_rows(
             id=key.id,
             service=names.get(key.id),
         )
-        order = _address_key(client) if path else int.from_bytes(client[:8], sys.byteorder)
-        found.append((_name_key(row.service), key.id, path, order, row))
+        order = address_key(client) if path else int.from_bytes(client[:8], sys.byteorder)
+        found.append((name_key(row.service), key.id, path, order, row))
     return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
 
@@ -344,10 +404,10 @@ def member_rows(entries: Iterable[MemberEntry], names: Mapping[int, str]) -> lis
         for entry in sorted(
             entries,
             key=lambda e: (
-                _name_key(names.get(e.id)),
+                name_key(names.get(e.id)),
                 e.id,
                 e.role,
-                _address_key(e.address),
+                address_key(e.address),
                 e.port,
             ),
         )
@@ -372,6 +432,53 @@ def udp_conn_rows(
             )
         )
     return sorted(rows, key=lambda row: row.socket)
+
+
+def source_range_rows(
+    entries: Iterable[SourceRangeEntry], names: Mapping[int, str]
+) -> list[SourceRangeRow]:
+    """By service and network; one that the agent never writes is shown in hex."""
+    return [
+        SourceRangeRow(
+            network=str(entry.network) if entry.network else entry.key.hex(),
+            id=entry.id,
+            service=names.get(entry.id),
+        )
+        for entry in sorted(
+            entries, key=lambda e: (name_key(names.get(e.id)), e.id, _network_key(e))
+        )
+    ]
+
+
+def _network_key(entry: SourceRangeEntry) -> tuple[bool, tuple[int, bytes], int]:
+    if entry.network is None:
+        return True, (0, entry.key), 0
+    return False, address_key(entry.network.address), entry.network.length
+
+
+def service_address_rows(keys: Iterable[bytes]) -> list[ServiceAddressRow]:
+    """By address and role."""
+    entries = [SERVICE_ADDRESS_KEY.unpack(key) for key in keys]
+    return [
+        ServiceAddressRow(
+            address=format_address(entry.address),
+            role=_ADDRESS_ROLES.get(entry.role, str(entry.role)),
+        )
+        for entry in sorted(entries, key=lambda e: (address_key(e.address), e.role))
+    ]
+
+
+def device_rows(keys: Iterable[bytes], devices: Mapping[int, str]) -> list[DeviceRow]:
+    """By index and role; ``devices`` are the names, by index."""
+    entries = sorted(DEVICE_KEY.unpack(key) for key in keys)
+    return [
+        DeviceRow(
+            index=entry.index,
+            device=devices.get(entry.index),
+            role=_DEVICE_ROLES.get(entry.role, str(entry.role)),
+        )
+        for entry in entries
+    ]
 
 
 def connections_rows(
@@ -405,7 +512,7 @@ def name_rows(names: Mapping[int, str]) -> list[NameRow]:
     """By name, then by id."""
     return [
         NameRow(id=one, service=text)
-        for one, text in sorted(names.items(), key=lambda item: (_name_key(item[1]), item[0]))
+        for one, text in sorted(names.items(), key=lambda item: (name_key(item[1]), item[0]))
     ]
 
 
@@ -421,7 +528,18 @@ def settings_row(raw: bytes) -> SettingsRow:
         udp_timeout_seconds=values.udp_timeout_ns // _NS_PER_S,
         udp_stream_timeout_seconds=values.udp_stream_timeout_ns // _NS_PER_S,
         programs=f"{values.programs:016x}",
+        packet_programs=f"{values.packet_programs:016x}",
         flags=flag_words(values.flags, _SETTING_FLAGS),
+        state=flag_words(values.state, _STATE_FLAGS),
+        tcp_timeout_seconds=values.tcp_timeout_ns // _NS_PER_S,
+        tcp_closing_seconds=values.tcp_closing_ns // _NS_PER_S,
+        masquerade_mark=hex(values.masquerade_mark),
+        reject_mark=hex(values.reject_mark),
+        pods=[
+            subnet_text(subnet)
+            for subnet, flag in ((values.pods4, _BY_NET4), (values.pods6, _BY_NET6))
+            if values.flags & flag
+        ],
         options=options if isinstance(options, dict) else {},
     )
 
@@ -430,12 +548,12 @@ def _family(port: PortEntry) -> Family:
     return Family.IPV6 if port.ipv6 else Family.IPV4
 
 
-def _address_key(address: bytes) -> tuple[int, bytes]:
+def address_key(address: bytes) -> tuple[int, bytes]:
     """IPv4 first, then in numeric order."""
     return family_of(address).value, bytes(address)
 
 
-def _name_key(name: str | None) -> tuple[bool, str]:
+def name_key(name: str | None) -> tuple[bool, str]:
     """What has no name comes last."""
     return name is None, name or ""
 
@@ -502,7 +620,7 @@ def services(snapshot: Snapshot, connections: Callable[[int], int]) -> list[List
     parts: dict[tuple[tuple[bool, str], int, int], list[PortEntry]] = defaultdict(list)
     for port in snapshot.ports:
         name = snapshot.names.get(port.id)
-        parts[(_name_key(name), port.protocol, 0 if name else port.id)].append(port)
+        parts[(name_key(name), port.protocol, 0 if name else port.id)].append(port)
     frontends: dict[int, list[FrontendEntry]] = defaultdict(list)
     for frontend in snapshot.frontends:
         if frontend.kind != KIND_PROBE:
@@ -572,7 +690,7 @@ def _service_frontends(
     for entry, port in entries:
         kind = KINDS.get(entry.kind)
         rank = _KIND_ORDER.index(kind) if kind else len(_KIND_ORDER)
-        address, key = format_address(entry.address), _address_key(entry.address)
+        address, key = format_address(entry.address), address_key(entry.address)
         if kind is FrontendKind.NODE_PORT:  # each family has one, at its unspecified address
             address, key = "*", (0, b"")
         mark = _refuses(port) if kind is FrontendKind.LOAD_BALANCER else ""
@@ -610,7 +728,7 @@ def _service_backends(
         for entry, ranges in _slots(part, snapshot):
             if entry.owner != part.id:
                 continue
-            key = (_address_key(entry.address), entry.port)
+            key = (address_key(entry.address), entry.port)
             who = frozenset(one for one, chosen in leads.items() if _SET_WORDS[chosen] in ranges)
             before = found.get(key, _Seen(local=False, terminating=True, who=frozenset()))
             found[key] = _Seen(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ebpflb.datapath.ebpf import abi, libbpf
 from ebpflb.datapath.ebpf.maps import Map
-from ebpflb.model import Address, Family, FrontendKind, Policy, ServicePortName
+from ebpflb.model import Address, Family, FrontendKind, Network, Policy, ServicePortName
 from ebpflb.model import Protocol as IpProtocol
 
 FRONTEND_KEY = abi.LAYOUTS["frontend_key"]
@@ -24,6 +24,9 @@ BACKEND = abi.LAYOUTS["backend"]
 MEMBER_KEY = abi.LAYOUTS["member_key"]
 NAME = abi.LAYOUTS["name"]
 NODE_ADDRESS_KEY = abi.LAYOUTS["node_address_key"]
+SOURCE_RANGE_KEY = abi.LAYOUTS["source_range_key"]
+SERVICE_ADDRESS_KEY = abi.LAYOUTS["service_address_key"]
+SUBNET = abi.LAYOUTS["subnet"]
 SETTINGS = abi.LAYOUTS["settings"]
 ID = struct.Struct("=I")
 
@@ -51,6 +54,11 @@ PORT_INTERNAL_LOCAL = abi.CONSTANTS["PORT_INTERNAL_LOCAL"]
 PORT_EXTERNAL_LOCAL = abi.CONSTANTS["PORT_EXTERNAL_LOCAL"]
 PORT_LB_NO_PODS = abi.CONSTANTS["PORT_LB_NO_PODS"]
 PORT_LB_NO_HOST = abi.CONSTANTS["PORT_LB_NO_HOST"]
+PORT_LB_RANGES = abi.CONSTANTS["PORT_LB_RANGES"]
+ADDRESS_KNOWN = abi.CONSTANTS["ADDRESS_KNOWN"]
+ADDRESS_ANSWERS = abi.CONSTANTS["ADDRESS_ANSWERS"]
+ID_BITS = 8 * ID.size
+"""How many bits of an entry of `source_ranges` are the id's; the network's follow."""
 
 
 class Table(Protocol):
@@ -62,6 +70,16 @@ class Table(Protocol):
     def items(self) -> Iterator[tuple[bytes, bytes]]: ...
 
 
+class Subnets(NamedTuple):
+    """Where pods' addresses are, by family, as `settings` has it; zero where that is not known."""
+
+    ipv4: bytes
+    ipv6: bytes
+
+
+NO_SUBNETS = Subnets(bytes(SUBNET.size), bytes(SUBNET.size))
+
+
 class Tables(Protocol):
     """All that a sync writes. Indexes and bases are below the sizes; nothing here checks them."""
 
@@ -69,6 +87,9 @@ class Tables(Protocol):
     members: Table
     names: Table
     node_addrs: Table
+    source_ranges: Table
+    """A trie: what `lookup` finds may be a wider entry."""
+    service_addrs: Table
     port_entries: int
     backend_entries: int
 
@@ -94,6 +115,17 @@ class Tables(Protocol):
         """Set the flags of `settings`: one aligned 64-bit store."""
         ...
 
+    def read_subnets(self) -> Subnets: ...
+    def write_subnets(self, subnets: Subnets) -> None:
+        """Set those of `settings`, in several stores; none of its flags may lead to them."""
+        ...
+
+
+_SUBNETS = tuple(
+    slice(SETTINGS.offsets[member], SETTINGS.offsets[member] + SUBNET.size)
+    for member in ("pods4", "pods6")
+)
+
 
 class KernelTables:
     """``Tables`` on the pinned maps."""
@@ -103,6 +135,8 @@ class KernelTables:
         self.members: Table = maps["members"]
         self.names: Table = maps["names"]
         self.node_addrs: Table = maps["node_addrs"]
+        self.source_ranges: Table = maps["source_ranges"]
+        self.service_addrs: Table = maps["service_addrs"]
         self._settings = maps["settings"].memory()
         self._connections = maps["connections"]
         self._ports = maps["ports"].memory()
@@ -142,7 +176,15 @@ class KernelTables:
         return int(self._settings.words[SETTINGS.offsets["flags"] // 8])
 
     def write_flags(self, flags: int) -> None:
+        libbpf.store_barrier()
         self._settings.words[SETTINGS.offsets["flags"] // 8] = flags
+
+    def read_subnets(self) -> Subnets:
+        return Subnets(*(bytes(self._settings.view[at]) for at in _SUBNETS))
+
+    def write_subnets(self, subnets: Subnets) -> None:
+        for at, raw in zip(_SUBNETS, subnets, strict=True):
+            self._settings.view[at] = raw
 
     def connections(self, index: int) -> int:
         """Connections made so far to the service port at ``index``."""
@@ -256,6 +298,14 @@ class MemberEntry(NamedTuple):
     role: int
 
 
+class SourceRangeEntry(NamedTuple):
+    """``network`` is None where the entry is none that could be planned."""
+
+    key: bytes
+    id: int
+    network: Network | None
+
+
 class Snapshot(NamedTuple):
     """The tables at about one moment."""
 
@@ -271,6 +321,11 @@ class Snapshot(NamedTuple):
     """Where NodePorts answer, sorted."""
     flags: int
     """Those of `settings` (SETTING_…)."""
+    subnets: Subnets
+    """Of `settings`, where the pods are."""
+    source_ranges: tuple[SourceRangeEntry, ...]
+    service_addrs: tuple[bytes, ...]
+    """The keys, sorted."""
 
 
 def unpack_backends(base: int, raw: bytes) -> tuple[BackendEntry, ...]:
@@ -354,6 +409,22 @@ def read_node_addrs(tables: Tables) -> tuple[Address, ...]:
     return tuple(sorted(Address(NODE_ADDRESS_KEY.unpack(key).address) for key in keys))
 
 
+def read_source_ranges(tables: Tables) -> tuple[SourceRangeEntry, ...]:
+    return tuple(sorted((unpack_source_range(key) for key, _ in tables.source_ranges.items())))
+
+
+def unpack_source_range(key: bytes) -> SourceRangeEntry:
+    entry: Any = SOURCE_RANGE_KEY.unpack(key)
+    length = entry.bits - ID_BITS
+    network = Network(Address(entry.address), length)
+    is_sane = 0 <= length <= 128 and not int.from_bytes(entry.address) & (1 << 128 - length) - 1
+    return SourceRangeEntry(key, entry.id, network if is_sane else None)
+
+
+def read_service_addrs(tables: Tables) -> tuple[bytes, ...]:
+    return tuple(sorted(key for key, _ in tables.service_addrs.items()))
+
+
 def read(tables: Tables) -> Snapshot:
     """Read everything. A range that reaches out of the map is shown as far as it lies inside."""
     names = read_names(tables)
@@ -378,4 +449,7 @@ def read(tables: Tables) -> Snapshot:
         local={port.id: slots(port.words[LOCAL], 0) for port in ports},
         node_addrs=read_node_addrs(tables),
         flags=tables.read_flags(),
+        subnets=tables.read_subnets(),
+        source_ranges=read_source_ranges(tables),
+        service_addrs=read_service_addrs(tables),
     )

@@ -8,9 +8,10 @@ The order is the point of this file:
   the service port to it. The old range is free after a grace period.
 * A changed policy is one store of the flags, which makes another set visible to its frontends:
   that set's word goes before it, and the word of the set that it hides goes after it.
-* Source ranges are flags beside the policies. Whom they begin to keep out is kept out before any
-  word changes. Whom they no longer keep out is let in after all words have, and not while somebody
-  may still hold an address that went with the ranges.
+* Source ranges are flags beside the policies, and networks in a trie. Whom they begin to keep out
+  is kept out before any word changes. Whom they no longer keep out is let in after all words have,
+  and not while somebody may still hold an address that went with the ranges. Of two networks one
+  contains the other or they are apart, so between the two those are let in whom both plans let in.
 * A new service port is complete before its first frontend is inserted; of one that goes, the
   frontends go first, and the rest after a grace period.
 * A frontend's value is never replaced, and nothing is inserted into `frontends` while an element
@@ -22,6 +23,7 @@ The writer must not know how plans are made, and takes no decision that a plan c
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import struct
 import sys
@@ -32,27 +34,39 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ebpflb.datapath.base import SyncReport
+from ebpflb.datapath.ebpf.addresses import ServiceAddresses
 from ebpflb.datapath.ebpf.encode import (
+    BY_NET,
     MEMBER_VALUE,
     NODE_ADDRESS_VALUE,
+    SOURCE_RANGE_VALUE,
     Encoded,
     Slots,
     encode,
     encode_frontend,
     encode_node_addresses,
+    encode_service_address,
+    encode_source_range,
+    encode_subnets,
     probe_frontends,
     setting_flags,
 )
 from ebpflb.datapath.ebpf.grace import Gate
 from ebpflb.datapath.ebpf.ranges import Range, Ranges
 from ebpflb.datapath.ebpf.tables import (
+    ADDRESS_ANSWERS,
+    ADDRESS_KNOWN,
     BACKEND,
     CLUSTER,
+    EXTERNAL,
+    FRONTEND_KEY,
     FRONTEND_VALUE,
     GENERATIONS,
     ID,
     INDEX_BITS,
+    INTERNAL,
     KIND_PROBE,
+    KINDS,
     LOCAL,
     MAX_COUNT,
     PORT,
@@ -61,6 +75,8 @@ from ebpflb.datapath.ebpf.tables import (
     PORT_IPV6,
     PORT_LB_NO_HOST,
     PORT_LB_NO_PODS,
+    PORT_LB_RANGES,
+    SERVICE_ADDRESS_KEY,
     SETS,
     Table,
     Tables,
@@ -70,11 +86,21 @@ from ebpflb.datapath.ebpf.tables import (
     read_frontends,
     read_members,
     read_names,
+    read_source_ranges,
     unpack_port,
     unpack_word,
 )
 from ebpflb.errors import DatapathError
-from ebpflb.model import Family, FrontendKind, Plan, PlannedPort, Protocol, ServicePortName
+from ebpflb.model import (
+    Address,
+    Family,
+    FrontendKind,
+    Network,
+    Plan,
+    PlannedPort,
+    Protocol,
+    ServicePortName,
+)
 
 MAX_UNRELEASED = 4
 """Copies of one service port's range that may wait for their grace period; more changes wait."""
@@ -82,7 +108,8 @@ MAX_UNRELEASED = 4
 _AFFINITY_OFFSET = PORT.offsets["affinity_s"]
 _DRAINING_OFFSET = PORT.offsets["draining"]
 _TAIL_OFFSET = PORT.offsets["generation"]
-_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST
+_RANGES = PORT_LB_NO_PODS | PORT_LB_NO_HOST | PORT_LB_RANGES
+_EVERYBODY = frozenset({Network(Address(bytes(16)), 0)})
 
 
 class _NotYetError(Exception):
@@ -113,6 +140,9 @@ class Programmed:
     flags: int = 0
     frontends: dict[bytes, bytes] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()
+    source_ranges: frozenset[Network] = frozenset()
+    answering: int = 0
+    """A bit for each scope whose frontends lead somewhere, as `service_addrs` was told."""
     unreleased: int = 0
     quiet_at: int = 0
     """When nobody can still hold a frontend of it that was deleted."""
@@ -164,9 +194,14 @@ class Writer:
         self._stray_frontends: set[bytes] = set()
         self._stray_members: set[bytes] = set()
         self._stray_names: set[int] = set()
+        self._stray_ranges: set[bytes] = set()
         self._probe_missing: dict[bytes, bytes] = {}
         self._node_addresses: set[bytes] = set()
         self._flags = 0
+        self._subnets = tables.read_subnets()
+        self._subnets_quiet_at = 0
+        self._source_ranges = 0
+        self._addresses = ServiceAddresses(tables.service_addrs)
         self._writes = 0
         self._restore()
 
@@ -191,6 +226,14 @@ class Writer:
     @property
     def node_addresses_used(self) -> int:
         return len(self._node_addresses)
+
+    @property
+    def source_ranges_used(self) -> int:
+        return self._source_ranges
+
+    @property
+    def service_addresses_used(self) -> int:
+        return self._addresses.used
 
     # --- start: what is there -------------------------------------------------------------------
 
@@ -223,15 +266,32 @@ class Writer:
                 self._stray_members.add(member.key)
         for one, keys in members.items():
             by_id[one].members = frozenset(keys)
+        self._restore_source_ranges(by_id)
         self._stray_names = {one for one in names if one not in by_id}
         there = {frontend.key for frontend in frontends}
         self._probe_missing = {k: v for k, v in probe_frontends().items() if k not in there}
         self._node_addresses = {key for key, _ in tables.node_addrs.items()}
         self._flags = tables.read_flags()
 
+        for port in self._ports.values():
+            port.answering = _answering(port)
+            for key in port.frontends:
+                self._ask_for_addresses(port, key)
+
         self._free = Ranges(tables.backend_entries, self._restore_ranges())
         for port in strays:
             self._retired.append(_Retired(self._gate.ticket(), [], port, dying=True))
+
+    def _restore_source_ranges(self, by_id: Mapping[int, Programmed]) -> None:
+        found: dict[int, set[Network]] = defaultdict(set)
+        for entry in read_source_ranges(self._tables):
+            if entry.id in by_id and entry.network is not None:
+                found[entry.id].add(entry.network)
+            else:
+                self._stray_ranges.add(entry.key)
+        for one, networks in found.items():
+            by_id[one].source_ranges = frozenset(networks)
+            self._source_ranges += len(networks)
 
     def _restore_ports(self, names: dict[int, str], used: dict[int, int]) -> list[Programmed]:
         """Adopt every live slot by its name; returns those that cannot be."""
@@ -320,6 +380,7 @@ class Writer:
                 continue
             try:
                 encoded = self._program(planned)
+                self._open(self._ports[name], encoded, failed, deferred)
             except (_NotYetError, DatapathError) as error:
                 if isinstance(error, DatapathError):
                     failed[name] = error
@@ -330,9 +391,9 @@ class Writer:
                     encode_frontend(frontend) for frontend in planned.frontends
                 }
                 continue
+            finally:
+                self._note_answering(name)
             port = self._ports[name]
-            if port.flags != encoded.port_flags:
-                deferred.add(name)
             for key, value in encoded.frontends.items():
                 if port.frontends.get(key) != value:
                     if key in port.frontends:
@@ -351,15 +412,12 @@ class Writer:
         deferred |= {inserters[key] for key in waiting if key in inserters}
         self._delete_frontends(deletes, failed)
         self._bury([name for name in names if name not in plan.ports])
+        self._write_addresses(failed)
         return SyncReport(self._writes, failed, frozenset(deferred))
 
     def _set_node(self, plan: Plan, failed: dict[ServicePortName, DatapathError]) -> None:
-        """What holds for the whole node: where NodePorts answer, and to whom."""
-        flags = setting_flags(plan)
-        if flags != self._flags:
-            self._tables.write_flags(flags)
-            self._flags = flags
-            self._writes += 1
+        """What holds for the whole node: where NodePorts answer and to whom, and who is a pod."""
+        self._set_flags_of_node(setting_flags(plan) & ~self._follow_subnets(plan))
         wanted = encode_node_addresses(plan)
         if wanted == self._node_addresses:
             return
@@ -376,6 +434,30 @@ class Writer:
             # For each of them an address is missing, or one too many; each is tried again.
             failed |= {port.name: error for port in plan.ports.values() if _has_node_port(port)}
 
+    def _follow_subnets(self, plan: Plan) -> int:
+        """Write where the pods are; returns the flags that may not lead there yet.
+
+        Nobody may read half of one. While it changes, for a grace period, pods are not told by it.
+        """
+        subnets = encode_subnets(plan)
+        if subnets == self._subnets:
+            return 0
+        if self._flags & BY_NET:
+            self._set_flags_of_node(self._flags & ~BY_NET)
+            self._subnets_quiet_at = self._gate.ticket()
+        if self._gate.done() < self._subnets_quiet_at:
+            return BY_NET
+        self._tables.write_subnets(subnets)
+        self._subnets = subnets
+        self._writes += 1
+        return 0
+
+    def _set_flags_of_node(self, flags: int) -> None:
+        if flags != self._flags:
+            self._tables.write_flags(flags)
+            self._flags = flags
+            self._writes += 1
+
     def _frontends_of(self, name: ServicePortName) -> set[bytes]:
         port = self._ports.get(name)
         return set(port.frontends) if port else set()
@@ -384,8 +466,8 @@ class Writer:
         """Everything of a service port but its frontends."""
         port = self._ports.get(planned.name) or self._create(planned.name)
         encoded = encode(planned, port.id)
-        # Closed at once, also where members or backends must wait or have no room.
-        self._set_flags(port, port.flags | encoded.port_flags & _RANGES)
+        # At once, also where members or backends must wait or have no room.
+        self._close(port, encoded)
         self._add_members(port, encoded.members - port.members)
         self._publish(port, encoded)
         self._drop_members(port, port.members - encoded.members)
@@ -467,14 +549,68 @@ class Writer:
         self._set_flags(port, encoded.port_flags | port.flags & _RANGES)
         for which, slots in enumerate(encoded.sets):
             self._set_word(port, which, slots)
-        if port.flags != encoded.port_flags and not self._is_leaving(port, encoded):
-            self._set_flags(port, encoded.port_flags)
 
     def _is_leaving(self, port: Programmed, encoded: Encoded) -> bool:
         """Whether somebody may reach ``port`` at an address that is no longer planned."""
         return self._gate.done() < port.quiet_at or any(
             encoded.frontends.get(key) != value for key, value in port.frontends.items()
         )
+
+    # --- source ranges --------------------------------------------------------------------------
+
+    def _close(self, port: Programmed, encoded: Encoded) -> None:
+        """Keep out whom ``encoded`` keeps out; whom it lets in and has been let in is never out.
+
+        But where `source_ranges` has no room: whoever does not fit in is kept out.
+        """
+        wanted = encoded.source_ranges
+        if not wanted:
+            return
+        let_in = port.source_ranges if port.flags & PORT_LB_RANGES else _EVERYBODY
+        # What has no room now may have some when others are gone: `_open` tries again, and tells.
+        with contextlib.suppress(DatapathError):
+            self._add_ranges(port, _within(wanted, let_in))
+        self._set_flags(port, port.flags | encoded.port_flags & _RANGES)
+        self._drop_ranges(port, port.source_ranges - _within(port.source_ranges, wanted))
+
+    def _open(
+        self,
+        port: Programmed,
+        encoded: Encoded,
+        failed: dict[ServicePortName, DatapathError],
+        deferred: set[ServicePortName],
+    ) -> None:
+        """Let in whom ``encoded`` lets in, unless that must wait."""
+        if (port.flags, port.source_ranges) == (encoded.port_flags, encoded.source_ranges):
+            return
+        if self._is_leaving(port, encoded):
+            deferred.add(port.name)
+            return
+        self._set_flags(port, encoded.port_flags)
+        try:
+            self._add_ranges(port, encoded.source_ranges)
+            self._drop_ranges(port, port.source_ranges - encoded.source_ranges)
+        except DatapathError as error:  # its endpoints and frontends are served all the same
+            failed[port.name] = error
+
+    def _add_ranges(self, port: Programmed, networks: Iterable[Network]) -> None:
+        for network in sorted(networks):
+            if network in port.source_ranges:
+                continue
+            item = (encode_source_range(network, port.id), SOURCE_RANGE_VALUE)
+            self._update(self._tables.source_ranges, "source_ranges", [item])
+            port.source_ranges |= {network}
+            self._source_ranges += 1
+            self._writes += 1
+
+    def _drop_ranges(self, port: Programmed, networks: Iterable[Network]) -> None:
+        for network in sorted(networks):
+            self._tables.source_ranges.delete(encode_source_range(network, port.id))
+            port.source_ranges -= {network}
+            self._source_ranges -= 1
+            self._writes += 1
+
+    # --- words and flags ------------------------------------------------------------------------
 
     def _set_word(self, port: Programmed, which: int, slots: Slots) -> None:
         before = port.sets[which]
@@ -552,8 +688,10 @@ class Writer:
         for key, value in written:
             self._writes += 1
             if key in inserters:
-                self._ports[inserters[key]].frontends[key] = value
+                port = self._ports[inserters[key]]
+                port.frontends[key] = value
                 self._owner[key] = inserters[key]
+                self._ask_for_addresses(port, key)
             else:
                 self._probe_missing.pop(key, None)
         return waiting
@@ -580,12 +718,49 @@ class Writer:
             if owner is not None:
                 del self._owner[key]
                 losers.append(self._ports[owner])
-                losers[-1].frontends.pop(key, None)
+                self._give_back_addresses(losers[-1], key)
+                del losers[-1].frontends[key]
             self._stray_frontends.discard(key)
         if deleted:
             self._frontends_quiet_at = self._gate.ticket()
         for port in losers:
             port.quiet_at = self._frontends_quiet_at
+
+    # --- the Services' addresses ----------------------------------------------------------------
+
+    def _ask_for_addresses(self, port: Programmed, key: bytes) -> None:
+        for entry in _address_entries(port, key):
+            self._addresses.ask(entry)
+
+    def _give_back_addresses(self, port: Programmed, key: bytes) -> None:
+        for entry in _address_entries(port, key):
+            self._addresses.give_back(entry)
+
+    def _note_answering(self, name: ServicePortName) -> None:
+        """Whether its addresses answer may have changed with its words and policies."""
+        port = self._ports.get(name)
+        if port is None or (now := _answering(port)) == port.answering:
+            return
+        for key in port.frontends:
+            self._give_back_addresses(port, key)
+        port.answering = now
+        for key in port.frontends:
+            self._ask_for_addresses(port, key)
+
+    def _write_addresses(self, failed: dict[ServicePortName, DatapathError]) -> None:
+        written = self._addresses.write()
+        self._writes += written.writes
+        if not written.failed:
+            return
+        by_address = {
+            SERVICE_ADDRESS_KEY.unpack(key).address: error for key, error in written.failed.items()
+        }
+        for port in self._ports.values():
+            for key in port.frontends:
+                if error := by_address.get(FRONTEND_KEY.unpack(key).address):
+                    failed.setdefault(port.name, _named(error, "service_addrs"))
+
+    # --- strays ---------------------------------------------------------------------------------
 
     def _drop_strays(self, deletes: set[bytes]) -> None:
         deletes |= self._stray_frontends
@@ -593,11 +768,13 @@ class Writer:
         for table, keys in (
             (self._tables.members, self._stray_members),
             (self._tables.names, {ID.pack(i) for i in self._stray_names - dying}),
+            (self._tables.source_ranges, self._stray_ranges),
         ):
             for key in sorted(keys):
                 table.delete(key)
                 self._writes += 1
         self._stray_members.clear()
+        self._stray_ranges.clear()
         self._stray_names &= dying
 
     # --- what goes, and what comes back ---------------------------------------------------------
@@ -631,6 +808,7 @@ class Writer:
             return True
         try:
             self._drop_members(port, port.members)
+            self._drop_ranges(port, port.source_ranges)
             self._tables.names.delete(ID.pack(port.id))
         except DatapathError:
             return False
@@ -648,9 +826,7 @@ class Writer:
         try:
             table.update(items)
         except DatapathError as error:
-            if error.errno == errno.E2BIG:
-                raise _full(name) from None
-            raise
+            raise _named(error, name) from None
 
     # --- audit ----------------------------------------------------------------------------------
 
@@ -667,6 +843,7 @@ class Writer:
         dying = [entry.port for entry in self._retired if entry.dying and entry.port]
         frontends = probe_frontends()
         members: set[bytes] = set()
+        source_ranges: set[bytes] = set()
         names: dict[bytes, bytes] = {}
         raw = tables.read_ports()
         free = bytearray(raw)  # blank out what is ours: the rest must have no id
@@ -677,6 +854,7 @@ class Writer:
             free[at] = bytes(PORT.size)
             frontends |= port.frontends
             members |= port.members
+            source_ranges |= {encode_source_range(one, port.id) for one in port.source_ranges}
             names[ID.pack(port.id)] = pack_name(port.name)
             for one in port.sets:
                 if one.range and tables.read_backends(*one.range) != one.raw:
@@ -688,7 +866,9 @@ class Writer:
             and {key for key, _ in tables.members.items()} == members
             and _holds(tables.names, names)
             and {key for key, _ in tables.node_addrs.items()} == self._node_addresses
-            and tables.read_flags() == self._flags
+            and {key for key, _ in tables.source_ranges.items()} == source_ranges
+            and self._addresses.matches()
+            and (tables.read_flags(), tables.read_subnets()) == (self._flags, self._subnets)
         )
 
 
@@ -730,8 +910,50 @@ def _appearing(before: int, after: int) -> set[int]:
     }
 
 
+def _within(networks: Collection[Network], others: Collection[Network]) -> set[Network]:
+    """Those of ``networks`` that are in one of ``others``."""
+    starts = {(other.length, _start(other, other.length)) for other in others}
+    lengths = {other.length for other in others}
+    return {
+        one
+        for one in networks
+        if any(
+            (length, _start(one, length)) in starts for length in lengths if length <= one.length
+        )
+    }
+
+
+def _start(network: Network, length: int) -> int:
+    return int.from_bytes(network.address) >> 128 - length
+
+
+def _answering(port: Programmed) -> int:
+    """A bit for each scope in which it leads those somewhere who come from outside."""
+    return sum(
+        1 << scope
+        for scope, flag in ((INTERNAL, PORT_INTERNAL_LOCAL), (EXTERNAL, PORT_EXTERNAL_LOCAL))
+        if unpack_word(port.sets[LOCAL if port.flags & flag else CLUSTER].word).length
+    )
+
+
+def _address_entries(port: Programmed, key: bytes) -> list[bytes]:
+    """What `service_addrs` needs for one frontend of ``port``."""
+    frontend = FRONTEND_VALUE.unpack(port.frontends[key])
+    if KINDS.get(frontend.kind) is FrontendKind.NODE_PORT:
+        return []
+    address = FRONTEND_KEY.unpack(key).address
+    roles = (ADDRESS_KNOWN, ADDRESS_ANSWERS)
+    wanted = roles if port.answering & 1 << frontend.scope else roles[:1]
+    return [encode_service_address(address, role) for role in wanted]
+
+
 def _has_node_port(port: PlannedPort) -> bool:
     return any(one.kind is FrontendKind.NODE_PORT for one in port.frontends)
+
+
+def _named(error: DatapathError, name: str) -> DatapathError:
+    """``error`` of the map ``name``: as one of a full map where it is."""
+    return _full(name) if error.errno in (errno.E2BIG, errno.ENOSPC) else error
 
 
 def _full(name: str, entries: int = 0, detail: str = "") -> DatapathError:
