@@ -15,6 +15,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
@@ -24,11 +25,12 @@ from ebpflb.config import Config, planner_options
 from ebpflb.configwatch import ConfigWatch
 from ebpflb.datapath.base import Datapath
 from ebpflb.datapath.ebpf.attach import cgroup2_root, is_root_of_all
-from ebpflb.datapath.ebpf.datapath import EbpfOptions
+from ebpflb.datapath.ebpf.datapath import EbpfDatapath
 from ebpflb.datapath.ebpf.datapath import start as start_ebpf
 from ebpflb.datapath.ebpf.libbpf import share_one_heap
+from ebpflb.datapath.ebpf.options import EbpfOptions
 from ebpflb.errors import DatapathError
-from ebpflb.health import Health, HttpServer, admin_routes, health_routes, json_response
+from ebpflb.health import Health, HttpServer, Route, admin_routes, health_routes, json_response
 from ebpflb.kubeproxy.schema import GROUP, as_builtins
 from ebpflb.localcount import NoLocalEndpoints
 from ebpflb.logs import Log
@@ -51,6 +53,7 @@ from ebpflb.model import (
 )
 from ebpflb.node import AddressWatch
 from ebpflb.nodelife import is_eligible, why_restart
+from ebpflb.planner.options import PlannerOptions
 from ebpflb.planner.plan import Planner
 from ebpflb.programming import Programming
 from ebpflb.servicehealth import ServiceHealth
@@ -447,6 +450,40 @@ def _cluster(config: Config, emit: Callable[[Event], None], metrics: Metrics) ->
     return _Cluster(source, events.Recorder(client.post, config.node_name, read=client.metadata))
 
 
+def _ebpf_options(config: Config, plans_by: PlannerOptions, cgroup: Path) -> EbpfOptions:
+    return EbpfOptions(
+        pin_path=config.pin_path,
+        cgroup=cgroup,
+        map_sizes=config.map_sizes,
+        show_service_tcp=config.show_service_tcp,
+        protect_nodeports=config.protect_node_ports,
+        socket_lb=config.socket_lb,
+        devices=config.devices,
+        pod_devices=config.pod_devices,
+        ping=config.ping,
+        keep_client_local=config.preserve_client_ip_local,
+        masquerade_bit=config.masquerade_bit,
+        reject_bit=config.reject_bit,
+        tcp_timeout_s=config.tcp_established_timeout_s,
+        tcp_closing_timeout_s=config.tcp_close_wait_timeout_s,
+        agent={
+            "planner": msgspec.to_builtins(plans_by),
+            "protect_nodeports": config.protect_node_ports,
+            "socket_lb": config.socket_lb,
+            "devices": config.devices,
+            "pod_devices": config.pod_devices,
+            "manifests": str(config.manifests.resolve()) if config.manifests else "",
+            "kubeconfig": config.kubeconfig,
+            "master": config.master,
+            "hostname": config.node_name,
+            "cgroup": str(cgroup),
+            "healthz_bind_address": config.healthz_bind_address,
+            "metrics_bind_address": config.metrics_bind_address,
+            "version": __version__,
+        },
+    )
+
+
 _MANY_FILES = 65_536
 
 
@@ -454,6 +491,26 @@ def _allow_many_files() -> None:
     """Each health port is a descriptor of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY_FILES)), hard))
+
+
+def _http_servers(
+    config: Config,
+    probes: Mapping[str, Route],
+    admin: Mapping[str, Route],
+    tell: Callable[[events.Event], None],
+) -> Iterator[HttpServer]:
+    for flag, address, routes in (
+        ("--healthz-bind-address", config.healthz_bind_address, probes),
+        ("--metrics-bind-address", config.metrics_bind_address, admin),
+    ):
+        if address:
+            yield HttpServer(
+                flag,
+                address,
+                routes,
+                hard_fail=config.bind_address_hard_fail,
+                failed=lambda flag, why: tell(events.cannot_listen(config.node_name, flag, why)),
+            )
 
 
 def run(config: Config) -> None:
@@ -501,25 +558,8 @@ def run(config: Config) -> None:
     addresses = AddressWatch(loop.put, _notice)
     source, recorder = _cluster(config, loop.put, metrics)
     tell: Callable[[events.Event], None] = recorder.tell if recorder else lambda _event: None
-    options = EbpfOptions(
-        pin_path=config.pin_path,
-        cgroup=cgroup,
-        map_sizes=config.map_sizes,
-        show_service_tcp=config.show_service_tcp,
-        protect_nodeports=config.protect_node_ports,
-        agent={
-            "planner": msgspec.to_builtins(plans_by),
-            "protect_nodeports": config.protect_node_ports,
-            "manifests": str(config.manifests.resolve()) if config.manifests else "",
-            "kubeconfig": config.kubeconfig,
-            "master": config.master,
-            "hostname": config.node_name,
-            "cgroup": str(cgroup),
-            "healthz_bind_address": config.healthz_bind_address,
-            "metrics_bind_address": config.metrics_bind_address,
-            "version": __version__,
-        },
-    )
+    options = _ebpf_options(config, plans_by, cgroup)
+    datapath: EbpfDatapath | None = None
     probes = health_routes(
         health,
         is_eligible=lambda: (from_files and loop.node is None) or is_eligible(loop.node),
@@ -529,28 +569,19 @@ def run(config: Config) -> None:
         exposition=metrics.exposition,
         mode="ebpf",
         configz={GROUP: as_builtins(config.kube_proxy)},
-    ) | {"/failures": lambda: json_response(loop.failures())}
+    ) | {
+        "/failures": lambda: json_response(
+            {**loop.failures(), **(datapath.problems() if datapath else {})}
+        )
+    }
     with contextlib.ExitStack() as stack:
         stack.enter_context(_on_signal(_end))  # a start may wait for the lock for long
         if recorder:
             recorder.start()
             stack.callback(recorder.close)
         tell(events.starting(config.node_name))
-        for flag, address, routes in (
-            ("--healthz-bind-address", config.healthz_bind_address, probes),
-            ("--metrics-bind-address", config.metrics_bind_address, admin),
-        ):
-            if address:
-                server = HttpServer(
-                    flag,
-                    address,
-                    routes,
-                    hard_fail=config.bind_address_hard_fail,
-                    failed=lambda flag, why: tell(
-                        events.cannot_listen(config.node_name, flag, why)
-                    ),
-                )
-                stack.callback(server.close)
+        for server in _http_servers(config, probes, admin, tell):
+            stack.callback(server.close)
         if config.config_file is not None:
             changed = f"{config.config_file} says something else now"
             watch = ConfigWatch(
@@ -567,7 +598,9 @@ def run(config: Config) -> None:
                 ),
             )
         )
-        stack.enter_context(metrics.watching_kernel(datapath.counters, datapath.fill))
+        stack.enter_context(
+            metrics.watching_kernel(datapath.counters, datapath.fill, datapath.flows)
+        )
         stack.enter_context(_on_signal(loop.stop))
         stack.callback(service_health.close)
         stack.callback(addresses.stop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,6 +31,9 @@ AUDIT_PERIOD_S = 60.0
 DEBUG_VERBOSITY: Final = 4
 """kube-proxy's level from which on it says what only debugging needs."""
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
+REJECT_BIT: Final = 13
+SOCKET_LB: Final = ("all", "host", "off")
+"""Whose connects are translated at the socket: all, this node's own processes' alone, nobody's."""
 
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 
@@ -40,6 +43,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     ``manifests`` None: the API server says what exists, reached by ``kubeconfig`` and ``master``,
     which are "" for the pod's own credentials. ``min_sync_period_s`` None is the mode's default.
+
+    ``devices`` and ``pod_devices`` are shell patterns of the names of uplinks and of pods' devices,
+    None where they are to be found out, empty for none. ``socket_lb`` is a word of SOCKET_LB. The
+    bits are of a packet's mark, 0 to 31. A TCP time-out of 0 is the kernel's own.
+
     ``config_file`` is to be watched, ``config_content`` is what it said (CFG-51). ``kube_proxy`` is
     the whole effective configuration in kube-proxy's shape, for /configz and for what is read
     nowhere else.
@@ -62,6 +70,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     show_service_tcp: bool = False
     external_ips: tuple[str, ...] | None = None
     protect_node_ports: bool = False
+    devices: tuple[str, ...] | None = None
+    pod_devices: tuple[str, ...] | None = None
+    socket_lb: str = "all"
+    ping: bool = True
+    preserve_client_ip_local: bool = False
+    masquerade_bit: int = 14
+    reject_bit: int = REJECT_BIT
+    tcp_established_timeout_s: float = 86_400.0
+    tcp_close_wait_timeout_s: float = 3_600.0
     config_file: Path | None = None
     config_content: bytes = b""
     log_json: bool = False
@@ -81,6 +98,12 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
     tcp_peer_name: bool = False
     external_ips: tuple[str, ...] = ()
     protect_nodeports: bool = False
+    devices: tuple[str, ...] = ()
+    pod_devices: tuple[str, ...] = ()
+    socket_lb: str = "all"
+    ping: str = "on"
+    preserve_client_ip_local: bool = False
+    reject_bit: int = REJECT_BIT
     log_format: str | None = None
     hostname_override: str | None = None
     master: str = ""
@@ -121,9 +144,6 @@ def require_supported(config: Config) -> None:
             f"proxy mode {config.proxy_mode}: this version has eBPF mode only; "
             "--proxy-mode ebpf chooses it"
         )
-    section = "nftables" if config.kube_proxy.mode == "nftables" else "iptables"
-    if config.kube_proxy.at(f"{section}.masqueradeAll"):
-        raise ConfigError("masqueradeAll: needs the packet path, which this version does not have")
 
 
 def planner_options(config: Config) -> PlannerOptions:
@@ -145,6 +165,9 @@ def planner_options(config: Config) -> PlannerOptions:
         detect_local_mode=kube_proxy.detect_local_mode,
         cluster_cidrs=tuple(text for text in kube_proxy.cluster_cidr.split(",") if text),
         bind_address=kube_proxy.bind_address,
+        pod_bridge=kube_proxy.detect_local.bridge_interface,
+        pod_device_prefix=kube_proxy.detect_local.interface_name_prefix,
+        masquerade_all=kube_proxy.at(f"{kube_proxy.masquerade_section}.masqueradeAll"),
     )
 
 
@@ -182,6 +205,15 @@ def resolve(own: Own, given: Given, file: File | None = None) -> Resolved:
         show_service_tcp=own.tcp_peer_name,
         external_ips=parse_external_ips(own.external_ips) if own.external_ips else None,
         protect_node_ports=own.protect_nodeports,
+        devices=parse_device_patterns("--devices", own.devices),
+        pod_devices=parse_device_patterns("--pod-devices", own.pod_devices),
+        socket_lb=own.socket_lb,
+        ping=own.ping == "on",
+        preserve_client_ip_local=own.preserve_client_ip_local,
+        masquerade_bit=kube_proxy.at(f"{kube_proxy.masquerade_section}.masqueradeBit"),
+        reject_bit=_reject_bit(own, kube_proxy, names),
+        tcp_established_timeout_s=kube_proxy.conntrack.tcp_established_timeout.s,
+        tcp_close_wait_timeout_s=kube_proxy.conntrack.tcp_close_wait_timeout.s,
         config_file=None if file is None else file.path,
         config_content=b"" if file is None else file.content,
         log_json=kube_proxy.logging.format == "json",
@@ -217,6 +249,17 @@ def _audit_period_s(own: Own) -> float:
     if period.ns <= 0:
         raise ConfigError(f"--audit-period {own.audit_period}: must be more than 0s")
     return period.s
+
+
+def _reject_bit(own: Own, kube_proxy: KubeProxyConfiguration, names: _Names) -> int:
+    path = f"{kube_proxy.masquerade_section}.masqueradeBit"
+    if not 0 <= own.reject_bit <= 31:
+        raise ConfigError(f"--reject-bit {own.reject_bit}: must be 0 to 31")
+    if own.reject_bit == kube_proxy.at(path):
+        raise ConfigError(
+            f"--reject-bit {own.reject_bit}: is {names.of(path)} too; they must differ"
+        )
+    return own.reject_bit
 
 
 def _require_sense(kube_proxy: KubeProxyConfiguration, names: _Names) -> None:
@@ -300,7 +343,8 @@ def _advice(config: Config, names: _Names) -> Iterator[Notice]:
         yield Notice("NodePorts do not answer at localhost", fields)
     if kube_proxy.detect_local_mode == "ClusterCIDR" and not kube_proxy.cluster_cidr:
         fields = {
-            "effect": "under externalTrafficPolicy Local they are treated as clients from outside",
+            "effect": "under externalTrafficPolicy Local they are treated as clients from outside, "
+            "and nobody's packets to a ClusterIP are masqueraded",
             "action": "name the pods' range: --cluster-cidr, or another --detect-local-mode",
         }
         yield Notice("pods are not told from others", fields, is_warning=False)
@@ -311,12 +355,11 @@ def _without_effect(
 ) -> Iterator[tuple[str, str]]:
     """Settings that were made in vain, in groups by why."""
     said = _said(config, given, file)
-    nothing, not_yet = rules.without_effect(said, config.kube_proxy.mode_section)
+    nothing = rules.without_effect(said, config.kube_proxy)
     unused = _unused_flags(config, given, file)
     beside = "clientConnection.kubeconfig" if config.manifests and config.kubeconfig else ""
     for why, called in (
         ("mean_nothing_here", [*map(names.short, nothing), *unused]),
-        ("not_in_this_version", [*map(names.short, not_yet)]),
         ("not_beside_manifests", [names.short(beside)] if beside else []),
     ):
         if called:
@@ -386,6 +429,18 @@ def parse_external_ips(texts: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             raise ConfigError(f"--external-ips {one}: must be a CIDR, as 192.0.2.0/24") from None
     return found
+
+
+def parse_device_patterns(flag: str, texts: Collection[str]) -> tuple[str, ...] | None:
+    """Shell patterns as given to ``flag``, any number of times: none for "", None for not given.
+
+    Raises ConfigError naming the flag for what no device's name can match.
+    """
+    found = tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+    for one in found:
+        if "/" in one or len(one.split()) > 1:
+            raise ConfigError(f"{flag} {one}: must be a device's name, or a pattern such as eth*")
+    return found if texts else None
 
 
 def parse_map_sizes(texts: Iterable[str]) -> dict[str, int]:

@@ -38,14 +38,27 @@ MapFill = Mapping[str, tuple[int, int]]
 """(entries in use, entries in all) by map."""
 
 
+Flows = tuple[Mapping[str, int], Mapping[str, int]]
+"""Flows by state, and those that were taken out since the start by reason."""
+
+
+def no_flows() -> Flows:
+    """Of a datapath that keeps none."""
+    return {}, {}
+
+
 class _Kernel(Collector):
     """What is asked of the kernel only when somebody scrapes."""
 
     def __init__(
-        self, counters: Callable[[], Mapping[str, int]], fill: Callable[[], MapFill]
+        self,
+        counters: Callable[[], Mapping[str, int]],
+        fill: Callable[[], MapFill],
+        flows: Callable[[], Flows],
     ) -> None:
         self._counters = counters
         self._fill = fill
+        self._flows = flows
         self._lock = threading.Lock()
         self._closed = False
 
@@ -61,7 +74,7 @@ class _Kernel(Collector):
     def _collect(self) -> list[Metric]:
         events = CounterMetricFamily(
             "ebpflb_datapath_events",
-            "What the BPF programs did; foreign_backend must stay 0.",
+            "What the BPF programs did; foreign_backend and dropped_foreign must stay 0.",
             labels=["event"],
         )
         for name, value in self._counters().items():
@@ -71,7 +84,18 @@ class _Kernel(Collector):
         for name, (entries, limit) in self._fill().items():
             used.add_metric([name], entries)
             size.add_metric([name], limit)
-        return [events, used, size]
+        states, reasons = self._flows()
+        flows = GaugeMetricFamily(
+            "ebpflb_flows", "Flows that packets' programs know, by state.", labels=["state"]
+        )
+        for state, count in states.items():
+            flows.add_metric([state], count)
+        expired = CounterMetricFamily(
+            "ebpflb_flows_expired", "Flows that were over and were taken out.", labels=["reason"]
+        )
+        for reason, count in reasons.items():
+            expired.add_metric([reason], count)
+        return [events, used, size, flows, expired]
 
 
 class ApiMetrics:
@@ -284,10 +308,13 @@ class Metrics:
 
     @contextmanager
     def watching_kernel(
-        self, counters: Callable[[], Mapping[str, int]], fill: Callable[[], MapFill]
+        self,
+        counters: Callable[[], Mapping[str, int]],
+        fill: Callable[[], MapFill],
+        flows: Callable[[], Flows] = no_flows,
     ) -> Iterator[None]:
         """Ask these functions at each scrape, from the server's thread, until this ends."""
-        kernel = _Kernel(counters, fill)
+        kernel = _Kernel(counters, fill, flows)
         self._registry.register(kernel)
         try:
             yield

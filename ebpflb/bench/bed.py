@@ -29,6 +29,7 @@ from ebpflb.bench.apiserver import Command, Sent
 from ebpflb.bench.workload import (
     GREET_PORT,
     QUIET_PORT,
+    SINK_PORT,
     Workload,
     all_files,
     file_name,
@@ -45,6 +46,8 @@ ANSWER_S: Final = 30.0
 START_S: Final = 120.0
 COMPILE_S: Final = 60.0
 _POLL_S: Final = 0.002
+
+_NO_PACKETS: Final = ("--devices=", "--pod-devices=")
 
 NODE_NAME: Final = "node-0"
 """The agents' own node; no endpoint is on it."""
@@ -142,6 +145,14 @@ class Watched(NamedTuple):
     failed: int
 
 
+class Checked(NamedTuple):
+    """Of ``dials`` connects, those that nobody answered, and those that somebody else did."""
+
+    dials: int
+    failed: int
+    wrong: int
+
+
 class Client(Talker):
     """``connect client``; lists are known by their position in what it was given."""
 
@@ -160,6 +171,15 @@ class Client(Talker):
     def run(self, number: int, count: int) -> Samples:
         self.begin(number, count)
         return self.finish(count)
+
+    def check(self, number: int, count: int) -> Checked:
+        """Connects that must each be answered, and by whom the list says."""
+        return Checked(*map(int, self.ask(f"check {number} {count}", 10 + count / 100).split()))
+
+    def stream(self, number: int, ms: int) -> float:
+        """Send to the first of a list for so long; bytes a second."""
+        sent, took_ns = map(int, self.ask(f"stream {number} {ms}", 10 + ms / 1000).split())
+        return sent / took_ns * 1e9
 
     def watch(self, address: str, port: int, old: str, *, timeout_s: float) -> None:
         """Begin; returns when ``old`` is being answered by."""
@@ -334,7 +354,8 @@ class Bed:
             pod.sysctl("net.core.somaxconn", 65535)
             _answer_at(pod, prefix)
             _route_to(self.node, pod, prefix)
-            arguments = ["serve", self.workload.side(number), str(QUIET_PORT), str(GREET_PORT)]
+            ports = map(str, (QUIET_PORT, GREET_PORT, SINK_PORT))
+            arguments = ["serve", self.workload.side(number), *ports]
             process = self._spawn(Place(pod.cgroup, pod.netns), arguments, self.cpus.server)
             server = Talker(f"backend {pod.name}", process)
             if server.line() != "ready":
@@ -347,10 +368,14 @@ class Bed:
             path.write_bytes(pack_destinations(destinations))
             self._lists.append(path)
 
-    def client(self, title: str, cgroup: Path) -> Client:
-        """A client in the client namespace and in ``cgroup``, which is made."""
+    def client(self, title: str, cgroup: Path, pod: Pod | None = None) -> Client:
+        """A client in ``cgroup``, which is made, and in the namespace of ``pod``.
+
+        By default that is the client namespace, which all socket clients share.
+        """
         cgroup.mkdir(parents=True, exist_ok=True)
-        process = self._spawn(Place(cgroup, self._pod.netns), ["client"], self.cpus.client)
+        netns = (pod or self._pod).netns
+        process = self._spawn(Place(cgroup, netns), ["client"], self.cpus.client)
         client = Client(f"client {title}", process)
         if client.line() != "ready":
             raise BenchError(f"{client.title} did not start")
@@ -373,14 +398,16 @@ class Bed:
         """A cgroup where ``plain``'s agent serves."""
         return client_cgroup(self.plain)
 
-    def agent(self, node: Node, *flags: str) -> Agent:
+    def agent(self, node: Node, *flags: str, packets: bool = False) -> Agent:
+        """An agent on the manifests; without ``packets`` nothing of it meets a packet."""
         source = ("--manifests", str(self.manifests))
+        flags = flags if packets else (*_NO_PACKETS, *flags)
         return Agent(node, source, folder=self.lab.folder, flags=flags)
 
     def api_agent(self, server: ApiServer, *flags: str) -> Agent:
         """An agent on ``server``'s node that has everything from there."""
         source = ("--master", server.url)
-        return Agent(server.node, source, folder=self.lab.folder, flags=flags)
+        return Agent(server.node, source, folder=self.lab.folder, flags=(*_NO_PACKETS, *flags))
 
     def api_server(self, node: Node) -> ApiServer:
         """The workload's API server in ``node``'s namespace, where its agent finds it."""

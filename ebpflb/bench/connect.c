@@ -4,17 +4,21 @@
  * the client nothing. It dials numbers and must know nothing of Services, agents or maps; where a
  * process of it lives (namespace, cgroup) is decided by whoever starts it.
  *
- *   connect serve ID QUIET GREET     listens on two TCP ports of every address:
+ *   connect serve ID QUIET GREET SINK
+ *                                    listens on three TCP ports of every address:
  *                                    QUIET's queue is emptied every 2 ms, so no connect() ever
- *                                    wakes this process; whoever comes to GREET is told ID, a byte
+ *                                    wakes this process; whoever comes to GREET is told ID, a byte;
+ *                                    SINK swallows what one peer after another sends
  *   connect client                   reads commands, a line each:
  *     list I FILE                    destination list I: struct destination each
  *     run I N                        N connects along list I, from where the last run ended
+ *     check I N                      N connects along list I, each answered by who it expects?
+ *     stream I MS                    sends to the first of list I for so long
  *     watch A.B.C.D PORT OLD MS      connects until somebody else than OLD answers, MS at most
  *     stats on|off                   the kernel counts and times BPF programs meanwhile
  *
  * The answers, a line each: "ready" when it listens; "ok" to list and stats; to run "N FAILED
- * ERRNO" and then N raw samples; to watch first "watching" when OLD has answered once, then
+ * ERRNO" and then N raw samples; to check "N FAILED WRONG"; to stream "BYTES NS"; to watch first "watching" when OLD has answered once, then
  * "FIRST_NS ID DIALS OLD_AFTER FAILED", FIRST_NS being CLOCK_MONOTONIC when the first connect() to
  * somebody else returned, OLD_AFTER how many of the AFTER connects behind that went to OLD.
  *
@@ -37,7 +41,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LISTS 4
+#define LISTS 6
 #define MAX_DESTINATIONS (1U << 20)
 #define MAX_SAMPLES 1000000U
 #define BACKLOG 65535
@@ -45,12 +49,14 @@
 #define CONNECT_TIMEOUT_S 2
 #define PAUSE_NS 300000 /* the agent needs a CPU, too */
 #define AFTER 20
+#define CHUNK (64 * 1024)
 
 /* As the control plane packs it: network order. */
 struct destination {
 	uint32_t address;
 	uint16_t port;
-	uint16_t pad;
+	uint8_t expected; /* who is to answer, for those that are asked */
+	uint8_t pad;
 };
 
 /* Nanoseconds: of connect() alone, and from before socket() to behind close(). */
@@ -114,21 +120,39 @@ static void drain(int listener, const char *greeting)
 	}
 }
 
-static int serve(char id, uint16_t quiet_port, uint16_t greet_port)
+/* Until the peer has closed; nobody else is served meanwhile. */
+static void swallow(int listener)
+{
+	static char chunk[CHUNK];
+	int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	while (recv(fd, chunk, sizeof(chunk), 0) > 0)
+		;
+	close(fd);
+}
+
+static int serve(char id, uint16_t quiet_port, uint16_t greet_port, uint16_t sink_port)
 {
 	int quiet = listen_on(quiet_port), greet = listen_on(greet_port);
-	struct pollfd on[2] = { { .fd = greet, .events = POLLIN }, { .fd = 0 } };
+	int sink = listen_on(sink_port);
+	struct pollfd on[3] = { { .fd = greet, .events = POLLIN },
+				{ .fd = 0 },
+				{ .fd = sink, .events = POLLIN } };
 	uint64_t drained = 0, now;
 
 	puts("ready");
 	fflush(stdout);
 	for (;;) {
-		if (poll(on, 2, DRAIN_MS) < 0 && errno != EINTR)
+		if (poll(on, 3, DRAIN_MS) < 0 && errno != EINTR)
 			die("poll");
 		if (on[1].revents) /* standard input is closed: the benchmark has ended */
 			return 0;
 		if (on[0].revents)
 			drain(greet, &id);
+		if (on[2].revents)
+			swallow(sink);
 		now = now_ns();
 		if (now - drained >= DRAIN_MS * 1000000ULL) {
 			drain(quiet, NULL);
@@ -218,6 +242,50 @@ static char ask(const struct sockaddr_in *to, uint64_t *at)
 	return id;
 }
 
+static void check(struct list *list, uint32_t count)
+{
+	struct sockaddr_in to = { .sin_family = AF_INET };
+	uint32_t failed = 0, wrong = 0, i;
+	uint64_t at;
+	char who;
+
+	for (i = 0; i < count; i++) {
+		const struct destination *next = &list->to[list->next];
+
+		list->next = (list->next + 1) % list->size;
+		to.sin_addr.s_addr = next->address;
+		to.sin_port = next->port;
+		who = ask(&to, &at);
+		failed += !who;
+		wrong += who && who != next->expected;
+	}
+	printf("%u %u %u\n", count, failed, wrong);
+}
+
+static void stream(const struct list *list, unsigned long ms)
+{
+	static char chunk[CHUNK];
+	struct sockaddr_in to = { .sin_family = AF_INET,
+				  .sin_addr.s_addr = list->to[0].address,
+				  .sin_port = list->to[0].port };
+	uint64_t begin, end, bytes = 0;
+	int fd = open_socket();
+	ssize_t sent;
+
+	if (connect(fd, (struct sockaddr *)&to, sizeof(to)))
+		die("stream");
+	begin = now_ns();
+	do {
+		sent = send(fd, chunk, sizeof(chunk), MSG_NOSIGNAL);
+		if (sent < 0)
+			die("stream");
+		bytes += sent;
+		end = now_ns();
+	} while (end - begin < ms * 1000000ULL);
+	close(fd);
+	printf("%llu %llu\n", (unsigned long long)bytes, (unsigned long long)(end - begin));
+}
+
 static void watch(const char *address, uint16_t port, char old, unsigned long ms)
 {
 	struct sockaddr_in to = { .sin_family = AF_INET, .sin_port = htons(port) };
@@ -275,6 +343,10 @@ static int client(void)
 		else if (sscanf(line, "run %u %u", &i, &n) == 2 && i < LISTS && lists[i].size &&
 			 n <= MAX_SAMPLES)
 			run(&lists[i], n);
+		else if (sscanf(line, "check %u %u", &i, &n) == 2 && i < LISTS && lists[i].size)
+			check(&lists[i], n);
+		else if (sscanf(line, "stream %u %lu", &i, &ms) == 2 && i < LISTS && lists[i].size)
+			stream(&lists[i], ms);
 		else if (sscanf(line, "watch %3999s %u %c %lu", text, &n, &old, &ms) == 4)
 			watch(text, n, old, ms);
 		else if (sscanf(line, "stats %3999s", text) == 1)
@@ -290,8 +362,8 @@ int main(int argc, char **argv)
 {
 	if (argc == 2 && !strcmp(argv[1], "client"))
 		return client();
-	if (argc == 5 && !strcmp(argv[1], "serve"))
-		return serve(argv[2][0], atoi(argv[3]), atoi(argv[4]));
-	fprintf(stderr, "usage: connect client | connect serve ID QUIET GREET\n");
+	if (argc == 6 && !strcmp(argv[1], "serve"))
+		return serve(argv[2][0], atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+	fprintf(stderr, "usage: connect client | connect serve ID QUIET GREET SINK\n");
 	return 2;
 }

@@ -122,7 +122,9 @@ def _attempt(
             failed, error = failed + got.failed, error or got.error
             connect[name].extend(got.connect[_WARM_UP:])
             cycle[name].extend(got.cycle[_WARM_UP:])
-    latencies = {name: _latency(name, connect, cycle) for name in MODES}
+    latencies = {
+        name: latency(name, mode.base or name, connect, cycle) for name, mode in MODES.items()
+    }
     return Connects(
         latencies=latencies,
         trusted=all(in_guard(latencies[name].ratio) for name in _GUARDS),
@@ -133,10 +135,10 @@ def _attempt(
     )
 
 
-def _latency(
-    name: str, connect: Mapping[str, array[int]], cycle: Mapping[str, array[int]]
+def latency(
+    name: str, base: str, connect: Mapping[str, array[int]], cycle: Mapping[str, array[int]]
 ) -> Latency:
-    base = MODES[name].base or name
+    """Of a mode against its ``base``, from the samples of both."""
     p50, p99 = median(connect[name]), percentile(connect[name], 0.99)
     return Latency(
         samples=len(connect[name]),

@@ -27,7 +27,8 @@ from ebpflb import logs
 from ebpflb.agent import Loop
 from ebpflb.config import AUDIT_PERIOD_S, SYNC_PERIOD_S
 from ebpflb.datapath.base import Datapath, Difference, SyncReport
-from ebpflb.datapath.ebpf.datapath import EbpfOptions, start
+from ebpflb.datapath.ebpf.datapath import start
+from ebpflb.datapath.ebpf.options import EbpfOptions
 from ebpflb.health import Health
 from ebpflb.metrics import Metrics
 from ebpflb.model import Event, Plan, ServicePortName
@@ -156,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             node_name=told.node_name,
             metrics=_Counted(metrics.api, times),
         )
-    with start(EbpfOptions(pin_path=told.pin_path, cgroup=told.cgroup), loop.wake) as datapath:
+    options = EbpfOptions(pin_path=told.pin_path, cgroup=told.cgroup, devices=(), pod_devices=())
+    with start(options, loop.wake) as datapath:
         threading.Thread(target=end_with_input, daemon=True).start()
         source.start()
         try:

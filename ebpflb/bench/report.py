@@ -15,6 +15,8 @@ import msgspec
 from ebpflb.bench.connects import MODES, Connects, ProgramCost
 from ebpflb.bench.footprint import FLOWS, GROWING, Crash, Footprint, Restart
 from ebpflb.bench.fromapi import FromApi
+from ebpflb.bench.packets import MODES as PACKET_MODES
+from ebpflb.bench.packets import Packets
 from ebpflb.bench.propagation import Propagation
 
 MIB: Final = 1 << 20
@@ -27,6 +29,10 @@ LISTS_LIMIT_S: Final = 3.0
 LAG_LIMIT_MS: Final = 250.0
 LOAD_LIMIT: Final = 100.0
 BYTES_LIMIT: Final = 1.05
+PACKET_CONNECT_LIMIT: Final = 1.15
+PACKET_LIMIT_NS: Final = 150.0
+OTHER_PACKET_LIMIT_NS: Final = 60.0
+BULK_LIMIT: Final = 1.0 / 0.95
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -110,6 +116,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     restart: Restart
     crash: Crash
     api: FromApi
+    packets: Packets
 
 
 def gates(run: Measured) -> tuple[Gate, ...]:
@@ -167,6 +174,7 @@ def gates(run: Measured) -> tuple[Gate, ...]:
         ("restart_maps", "maps whose bytes it changed", len(run.restart.changed), 0, ""),
         ("crash_writes", "map writes of a restart after SIGKILL", run.crash.writes, 0, ""),
         *_api_gates(run.api),
+        *_packet_gates(run.packets),
     )
     return tuple(Gate(*row, passed=row[2] <= row[3]) for row in rows)
 
@@ -223,6 +231,46 @@ def _api_gates(api: FromApi) -> Iterator[tuple[str, str, float, float, str]]:
     )
 
 
+def _packet_gates(packets: Packets) -> Iterator[tuple[str, str, float, float, str]]:
+    established = ("forward4", "reverse4", "forward6", "reverse6")
+    yield (
+        "packets_connect",
+        "connect() through tc, p50 against direct with conntrack",
+        packets.latencies["packets"].ratio,
+        PACKET_CONNECT_LIMIT,
+        "x",
+    )
+    yield (
+        "packet_established",
+        "a packet of an open flow, the dearest way and family",
+        max(packets.costs[name].net_ns for name in established),
+        PACKET_LIMIT_NS,
+        "ns",
+    )
+    yield (
+        "packet_other",
+        "a packet that is none of ours",
+        max(packets.costs[name].net_ns for name in ("other", "other_reply")),
+        OTHER_PACKET_LIMIT_NS,
+        "ns",
+    )
+    yield (
+        "packets_failed",
+        "failed connects through tc, source ports re-used",
+        packets.failed + packets.reused_failed + packets.unanswered,
+        0,
+        "connects",
+    )
+    yield "packets_wrong", "connects through tc that somebody else answered", packets.wrong, 0, ""
+    yield (
+        "bulk",
+        "a bulk transfer without us, against one through tc",
+        1 / packets.bulk,
+        BULK_LIMIT,
+        "x",
+    )
+
+
 _MODE_TITLES: Final = {
     "direct": "direct: random endpoints",
     "direct_again": "the same again (A/A)",
@@ -234,6 +282,32 @@ _MODE_TITLES: Final = {
     "cluster_ip_hot": "one ClusterIP",
     "cluster_ip_hot_other": "one ClusterIP, second agent",
 }
+
+
+_PACKET_MODE_TITLES: Final = {
+    "tracked": "direct, with conntrack: random endpoints",
+    "tracked_again": "the same again (A/A)",
+    "bare": "the same without conntrack",
+    "packets_no_service": "the same past the programs at tc",
+    "packets": "random ClusterIPs through tc",
+}
+
+
+def packet_modes(packets: Packets) -> tuple[Mode, ...]:
+    """Ratios are to ``tracked``; there is no ``cycle`` (0)."""
+    return tuple(
+        Mode(
+            name=name,
+            title=_PACKET_MODE_TITLES[name],
+            samples=one.samples,
+            p50_us=one.p50_us,
+            p99_us=one.p99_us,
+            p50=one.ratio,
+            p99=one.ratio_p99,
+            cycle=one.cycle,
+        )
+        for name, one in ((name, packets.latencies[name]) for name in PACKET_MODES)
+    )
 
 
 def modes(connects: Connects) -> tuple[Mode, ...]:
@@ -253,7 +327,13 @@ def modes(connects: Connects) -> tuple[Mode, ...]:
 
 
 def figures(run: Measured) -> tuple[Figure, ...]:
-    rows = (*_cost_rows(run), *_change_rows(run), *_agent_rows(run), *_api_rows(run.api))
+    rows = (
+        *_cost_rows(run),
+        *_change_rows(run),
+        *_agent_rows(run),
+        *_api_rows(run.api),
+        *_packet_rows(run.packets),
+    )
     return tuple(Figure(*row) for row in rows)
 
 
@@ -332,3 +412,24 @@ def _api_rows(api: FromApi) -> Iterator[_Row]:
         ("MiB"),
     )
     yield "api_peak_fed", "… peak (VmHWM)", api.peak / MIB, "MiB"
+
+
+_PACKET_TITLES: Final = {
+    "other": "a packet that is none of ours, received",
+    "other_reply": "… sent",
+    "forward4": "a packet of an open flow to a frontend, IPv4",
+    "reverse4": "… from a backend, IPv4",
+    "forward6": "… to a frontend, IPv6",
+    "reverse6": "… from a backend, IPv6",
+}
+
+
+def _packet_rows(packets: Packets) -> Iterator[_Row]:
+    for name, cost in packets.costs.items():
+        title = f"test run, less an empty program's: {_PACKET_TITLES[name]}"
+        yield f"packet_{name}_ns", title, cost.net_ns, "ns"
+    yield "packets_reused", "connects through tc from 64 source ports", packets.reused, ""
+    yield "packets_answered", "… that were asked whom they reached", packets.answered, ""
+    yield "bulk_speed", "a bulk transfer through tc", packets.bulk_gbit_s, "Gbit/s"
+    without = packets.latencies["packets"].ratio / packets.latencies["bare"].ratio
+    yield "packets_connect_bare", "connect() through tc against direct, no conntrack", without, "x"

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import structs
 
 from ebpflb import __version__
-from ebpflb.bench import connects, footprint, fromapi, propagation, report
+from ebpflb.bench import connects, footprint, fromapi, packets, propagation, report
 from ebpflb.bench.bed import ANSWER_S, Bed, Say, prepared
 from ebpflb.bench.fromapi import FromApi
 from ebpflb.bench.numbers import GUARD_HIGH, GUARD_LOW
@@ -38,7 +38,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """``rounds`` batches of ``batch`` connects a mode are the samples of a mode.
 
     ``changes`` are followed from manifests, and as many from the API server; ``paced`` events come
-    one by one, ``fed`` ones as fast as must be borne.
+    one by one, ``fed`` ones as fast as must be borne. ``reused`` connects through tc come from a
+    few source ports, ``answered`` ones are asked whom they reached; ``test_runs``: packets a kind.
     """
 
     workload: Workload
@@ -49,6 +50,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     dials: int
     paced: int
     fed: int
+    reused: int
+    answered: int
+    streams: int
+    test_runs: int
 
     @property
     def samples(self) -> int:
@@ -65,6 +70,10 @@ QUICK: Final = Sizes(
     dials=100_000,
     paced=2_000,
     fed=5_500,
+    reused=1_000_000,
+    answered=20_000,
+    streams=15,
+    test_runs=1_000_000,
 )
 
 PACED_RATE: Final = 400.0
@@ -121,6 +130,18 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
             bed, propagation.Manifests(bed), changes=sizes.changes, sides={}, seed=seed, say=say
         )
         api = _from_api(bed, sizes, seed=seed, say=say)
+        through_tc = packets.measure(
+            bed,
+            rounds=sizes.rounds,
+            batch=sizes.batch,
+            attempts=sizes.attempts,
+            reused=sizes.reused,
+            answered=sizes.answered,
+            streams=sizes.streams,
+            test_runs=sizes.test_runs,
+            seed=seed,
+            say=say,
+        )
         environment = _environment(timed, time.monotonic() - began_s)
     say("done")
     measured = Measured(
@@ -131,8 +152,9 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         restart=again,
         crash=crash,
         api=api,
+        packets=through_tc,
     )
-    refused = refusal(timed)
+    refused = refusal(timed, through_tc)
     gates = report.gates(measured)
     return Report(
         passed=not refused and all(gate.passed for gate in gates),
@@ -140,7 +162,7 @@ def run(sizes: Sizes, say: Say, *, seed: int = SEED) -> Report:
         services=work.services,
         endpoints=work.endpoints,
         gates=gates,
-        modes=report.modes(timed),
+        modes=(*report.modes(timed), *report.packet_modes(through_tc)),
         figures=report.figures(measured),
         environment=environment,
     )
@@ -177,15 +199,16 @@ def _from_api(bed: Bed, sizes: Sizes, *, seed: int, say: Say) -> FromApi:
     )
 
 
-def refusal(timed: connects.Connects) -> str:
+def refusal(timed: connects.Connects, through_tc: packets.Packets) -> str:
     """Why nothing of a run may be believed, "" where it may."""
-    if timed.trusted:
+    if timed.trusted and through_tc.trusted:
         return ""
-    ratios = ", ".join(
-        f"{timed.latencies[name].ratio:.3f}" for name in ("direct_again", "direct_hot_again")
-    )
+    guards = [timed.latencies[name].ratio for name in ("direct_again", "direct_hot_again")]
+    guards.append(through_tc.latencies["tracked_again"].ratio)
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in guards)
+    attempts = max(timed.attempts, through_tc.attempts)
     return (
-        f"direct against direct came out as {ratios} in the last of {timed.attempts} attempts, "
+        f"direct against direct came out as {ratios} in the last of {attempts} attempts, "
         f"not within {GUARD_LOW} to {GUARD_HIGH}: this machine is too busy now "
         f"({timed.foreign_cpu:.0%} of its CPUs were used by others)"
     )

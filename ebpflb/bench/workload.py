@@ -30,6 +30,7 @@ SIDES: Final[tuple[Side, Side]] = ("A", "B")
 SERVICE_PORT: Final = 80
 QUIET_PORT: Final = 8080
 GREET_PORT: Final = 8081
+SINK_PORT: Final = 8082
 HOT: Final = 1
 """The Service that hot look-ups dial."""
 
@@ -38,7 +39,7 @@ _FIRST_BACKEND: Final = int(IPv4Address("10.128.0.0"))
 _PREFIX_LENGTH: Final = 15
 _PREFIX: Final = 1 << (32 - _PREFIX_LENGTH)
 _MAX_SERVICES: Final = 60_000
-_DESTINATION: Final = struct.Struct("!IHxx")
+_DESTINATION: Final = struct.Struct("!IHcx")
 _LIST_LENGTH: Final = 1 << 16
 _CREATED: Final = "2026-01-01T00:00:00Z"
 
@@ -139,6 +140,25 @@ class Workload(NamedTuple):
     def file_of(self, service: int) -> int:
         return service * self.files // self.services
 
+    def sink_manifest(self) -> bytes:
+        """One more Service, whose only endpoint swallows what it is sent: ``sink``."""
+        address = str(IPv4Address(self.sink.address))
+        service, piece = self.service(self.services), self.slice(self.services)
+        service["spec"] |= {"clusterIP": address, "clusterIPs": [address]}
+        piece["ports"][0]["port"] = SINK_PORT
+        piece["endpoints"] = [_endpoint(_name(self.services), 0, self.sink_endpoint)]
+        items = [service, piece]
+        return msgspec.json.encode({"apiVersion": "v1", "kind": "List", "items": items})
+
+    @property
+    def sink(self) -> Destination:
+        """That Service's frontend."""
+        return self.frontend(self.services)
+
+    @property
+    def sink_endpoint(self) -> Destination:
+        return Destination(_FIRST_BACKEND + _PREFIX - 2, SINK_PORT)
+
     def manifest(self, file: int, sides: Mapping[int, Side]) -> bytes:
         """One file: a List of its Services and their slices. ``sides`` of the watched ones."""
         first = -(-file * self.services // self.files)
@@ -234,8 +254,13 @@ def _endpoint(service: str, number: int, at: Destination) -> dict[str, Any]:
 
 
 def pack_destinations(destinations: Iterable[Destination]) -> bytes:
-    """As connect.c reads a list: address, port (both in network order), two bytes of nothing."""
-    return b"".join(_DESTINATION.pack(*one) for one in destinations)
+    """As connect.c reads a list: address and port in network order, and that nobody answers."""
+    return b"".join(_DESTINATION.pack(*one, b"\0") for one in destinations)
+
+
+def pack_expected(destinations: Iterable[tuple[Destination, Side]]) -> bytes:
+    """The same, with the side that must answer."""
+    return b"".join(_DESTINATION.pack(*one, side.encode()) for one, side in destinations)
 
 
 def file_name(file: int) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     short_help="measure on this machine what is promised",
     epilog="Exit code 1 where a gate is missed, or where the machine is too busy to tell.",
 )
-@click.option("--quick", is_flag=True, help="The gates alone: one to two minutes.")
+@click.option("--quick", is_flag=True, help="The gates alone: some three minutes.")
 @options.output("table", "json")
 def bench(*, quick: bool, output: str) -> None:
     """Measure on this machine what ebpflb promises, at 10,000 Services x 10 endpoints.

@@ -8,10 +8,8 @@ file must not know what a plan or a map looks like.
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 LOOKS: Final = 4
 LOOK_INTERVAL_S: Final = 0.5
 """A sync and the grace period behind it are over long before the last look."""
-
-_SO_NETNS_COOKIE: Final = 71
 
 Reader = Callable[[Callable[..., None]], list[Event]]
 """Reads the source once; what there is to say goes to the function given."""
@@ -175,11 +171,10 @@ def _local(kernel: Inspector, host_netns: int, notice: Callable[..., None]) -> L
     """In another network namespace than the node's its addresses are those that the map knows."""
     from ebpflb.node import local_addresses
 
-    mine = _netns_cookie()
-    if mine and host_netns and mine != host_netns:
+    if inspect.is_elsewhere(host_netns):
         notice(
             "this is not the node's network namespace: addresses at which NodePorts should answer "
-            "and do not are not seen from here"
+            "and do not, and the programs of its devices, are not seen from here"
         )
         return lambda: frozenset(kernel.snapshot.node_addrs)
 
@@ -190,16 +185,6 @@ def _local(kernel: Inspector, host_netns: int, notice: Callable[..., None]) -> L
             raise DatapathError("read", "this node's addresses", error.errno or 0) from None
 
     return read
-
-
-def _netns_cookie() -> int:
-    """That of this process's network namespace; 0 on kernels before 5.14."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        try:
-            raw = one.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
-        except OSError:
-            return 0
-    return int(struct.unpack("=Q", raw)[0])
 
 
 def load_truth(
@@ -217,7 +202,19 @@ def load_truth(
 
 def _differences(plan: Plan, kernel: Inspector, attachment: Attachment) -> list[Difference]:
     found = audit.differences(plan, kernel.fresh_snapshot())
-    return [*found, *attachment.differences(kernel.map_ids())]
+    found += attachment.differences(kernel.map_ids())
+    return [*found, *_of_packets(plan, kernel)]
+
+
+def _of_packets(plan: Plan, kernel: Inspector) -> Iterator[Difference]:
+    """Where an agent has left word of a packet path, and this is the node's network namespace."""
+    from ebpflb.datapath.ebpf import listing
+
+    settings = kernel.settings()
+    if "devices" in settings.options and not inspect.is_elsewhere(settings.host_netns):
+        yield from listing.differences(
+            plan, settings.options, kernel.map("devices"), kernel.map_ids()
+        )
 
 
 def lasting(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ebpflb cleanup``: takes all that is ours off this node.
 
-Links go first, so that no program meets half of its maps. What is not ours stays. This file must
-not know how it got there.
+Links and the devices' programs go first, so that no program meets half of its maps. What is not
+ours stays. This file must not know how it got there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebpflb.cli import options, render
 from ebpflb.cli.render import Styled
 from ebpflb.datapath.ebpf import abi, inspect, libbpf
 from ebpflb.datapath.ebpf.attach import EVERY_HOOK, Attachment
-from ebpflb.datapath.ebpf.maps import LINKS, PinFolder
+from ebpflb.datapath.ebpf.maps import LINKS, Map, PinFolder
 from ebpflb.errors import DatapathError
 
 _DETACH_TIMEOUT_S: Final = 2.0
@@ -44,13 +44,15 @@ class _Contents(NamedTuple):
 @options.pin_path
 @options.cgroup
 def cleanup(*, pin_path: Path, cgroup: Path | None) -> None:
-    """Detach the programs, and remove the maps and their folder.
+    """Detach the programs, remove our rules from netfilter, and the maps and their folder.
 
-    An agent must not be running. Afterwards Services are no longer translated on this node. Where
-    there is nothing to remove, that is said and is no error.
+    An agent must not be running. Afterwards Services are no longer translated on this node. How
+    many open flows that cuts is said first. Where there is nothing to remove, that is said and is
+    no error.
     """
     if not inspect.is_there(pin_path):
-        render.print_line(f"Nothing to remove: {pin_path} does not exist.")
+        if not _report_packets(_remove_packets()):
+            render.print_line(f"Nothing to remove: {pin_path} does not exist.")
         return
     folder = PinFolder(pin_path)
     folder.require_bpffs()
@@ -58,11 +60,14 @@ def cleanup(*, pin_path: Path, cgroup: Path | None) -> None:
         contents = _look(pin_path)
         where = _cgroup(cgroup, pin_path)
         running = _running(pin_path, where) if where else {}
-        _remove((*contents.links, *contents.maps))
+        _say_flows(pin_path)
+        _remove(contents.links)
+        packets = _remove_packets(pin_path)
+        _remove(contents.maps)
         attached = _still_attached(running, where) if where and running else []
         if not contents.foreign:
             _remove_folders(pin_path)
-    _report(pin_path, contents)
+    _report(pin_path, contents, packets)
     if attached:
         raise DatapathError(
             "detach",
@@ -129,6 +134,73 @@ def _remove_folders(pin_path: Path) -> None:
             raise DatapathError("remove", str(folder), error.errno or 0) from None
 
 
+# --- packets -------------------------------------------------------------------------------------
+
+
+class _Packets(NamedTuple):
+    """What was taken away of the packet path. ``elsewhere``: what there is cannot be seen."""
+
+    hooks: tuple[str, ...]
+    had_rules: bool
+    elsewhere: bool = False
+
+
+def _say_flows(pin_path: Path) -> None:
+    try:
+        with inspect.opened(pin_path) as kernel:
+            flows = sum(_forward_halves(kernel.map(name)) for name in ("conntrack", "flows_new"))
+    except DatapathError:
+        return  # no whole set of maps, and so none that programs run on
+    if flows:
+        text = f"{flows} open flow{'' if flows == 1 else 's'} that only its packets' programs know"
+        render.print_line(Styled("cuts      ", "bold yellow"), text)
+
+
+def _forward_halves(table: Map) -> int:
+    at = abi.LAYOUTS["flow"].offsets["kind"]
+    return sum(1 for _, flow in table.items() if flow[at] == abi.CONSTANTS["FLOW_FORWARD"])
+
+
+def _remove_packets(pin_path: Path | None = None) -> _Packets:
+    """What is on this network namespace's devices and in its netfilter, whichever maps it uses."""
+    from ebpflb.config import Config
+    from ebpflb.datapath.ebpf import listing
+    from ebpflb.datapath.ebpf.netfilter import Netfilter
+
+    if pin_path is not None and _is_elsewhere(pin_path):
+        return _Packets((), had_rules=False, elsewhere=True)
+    hooks = listing.remove_all()
+    bits = Config(node_name="")
+    rules = Netfilter(mark=1 << bits.masquerade_bit, reject_mark=1 << bits.reject_bit)
+    try:
+        return _Packets(tuple(hooks), had_rules=rules.remove())
+    finally:
+        rules.close()
+
+
+def _is_elsewhere(pin_path: Path) -> bool:
+    try:
+        with inspect.opened(pin_path) as kernel:
+            return inspect.is_elsewhere(kernel.settings().host_netns)
+    except DatapathError:
+        return False
+
+
+def _report_packets(found: _Packets) -> bool:
+    """Returns whether there was anything to tell of."""
+    if found.hooks:
+        render.print_line(Styled("detached  ", "bold"), ", ".join(found.hooks))
+    if found.had_rules:
+        render.print_line(Styled("removed   ", "bold"), "our rules in netfilter")
+    if found.elsewhere:
+        click.echo(
+            "Note: this is not the node's network namespace: programs on its devices and rules in "
+            "its netfilter stay; run cleanup there too",
+            err=True,
+        )
+    return bool(found.hooks or found.had_rules)
+
+
 # --- what runs -----------------------------------------------------------------------------------
 
 
@@ -175,24 +247,27 @@ def _still_attached(running: Mapping[str, int], cgroup: Path) -> list[str]:
 # --- output --------------------------------------------------------------------------------------
 
 
-def _report(pin_path: Path, contents: _Contents) -> None:
+def _report(pin_path: Path, contents: _Contents, packets: _Packets) -> None:
     if not contents.links and not contents.maps:
+        _report_packets(packets)
         render.print_line(f"Removed the empty folder {pin_path}.")
         return
     if contents.links:
         render.print_line(
             Styled("detached  ", "bold"), " ".join(path.name for path in contents.links)
         )
+    _report_packets(packets)
     if contents.maps:
         names = " ".join(path.name.rpartition("-")[0] for path in contents.maps)
         render.print_line(Styled("removed   ", "bold"), names)
     if not contents.foreign:
         render.print_line(Styled("removed   ", "bold"), str(pin_path))
-    if contents.links:
+    if contents.links or packets.hooks:
         render.print_line(
             "Services are no longer translated on this node: new connections to them fail unless "
-            "something else, as kube-proxy, serves them. Open TCP connections and connected UDP "
-            "sockets go on; unconnected UDP sockets reach no Service any more."
+            "something else, as kube-proxy, serves them. TCP connections and connected UDP sockets "
+            "of this node and its pods go on where they were translated at the socket; unconnected "
+            "UDP sockets reach no Service any more."
         )
 
 

@@ -16,6 +16,7 @@ import click
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Cell, Column, Styled
 from ebpflb.datapath.ebpf import abi, inspect
+from ebpflb.datapath.ebpf.flowrows import FORWARD_HALF, REVERSE_HALF, FlowRow
 from ebpflb.datapath.ebpf.inspect import DUMPABLE, NOT_LISTABLE, OF_SERVICES, Inspector
 from ebpflb.datapath.ebpf.rows import PortRow, Row, SettingsRow
 from ebpflb.errors import DatapathError
@@ -23,9 +24,14 @@ from ebpflb.errors import DatapathError
 _QUESTION = re.compile(r"/\* (.*?) \*/\n(?:MAP\(\"\w+\", |SOCKET_STORAGE\()(\w+),")
 
 _RIGHT = frozenset(
-    {"slot", "port", "id", "connections", "count", "age_seconds", "socket", "netns", "draining"}
+    {
+        *("slot", "index", "port", "source_port", "target_port", "datagram", "id"),
+        *("connections", "count", "age_seconds", "socket", "netns", "draining"),
+    }
 )
-_FOLDING = frozenset({"service", "address", "name", "client", "options"})
+_FOLDING = frozenset(
+    {"service", "address", "network", "name", "client", "source", "target", "options"}
+)
 
 
 @click.group("map", short_help="the kernel's maps")
@@ -115,13 +121,20 @@ def _print_tables(
         if number:
             render.print_line()
         limit = "" if service else f"of {kernel.max_entries(name)} "
-        count = f"  {len(rows)} {limit}{'entry' if len(rows) == 1 and service else 'entries'}"
-        render.print_line(Styled(name, "bold cyan"), count)
+        render.print_line(Styled(name, "bold cyan"), f"  {_how_many(rows, limit)}")
         render.print_line(Styled(questions.get(name, ""), "dim italic"))
         if rows:
             _print_rows(rows)
         if name == "backends" and service is None and (others := kernel.left_over_backends()):
             render.print_line(Styled(f"and {others} left-over slots in no range", "dim"))
+
+
+def _how_many(rows: Sequence[Row], limit: str) -> str:
+    """``limit``: "of so many ", where all entries are shown."""
+    flows = [row for row in rows if type(row) is FlowRow]
+    count = sum(len(row.halves) for row in flows) if flows else len(rows)
+    entries = f"{count} {limit}{'entry' if count == 1 and not limit else 'entries'}"
+    return f"{len(flows)} {'flow' if len(flows) == 1 else 'flows'}, {entries}" if flows else entries
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
@@ -131,6 +144,8 @@ def _print_rows(rows: Sequence[Row]) -> None:
         return
     if isinstance(first, PortRow):
         columns, cells = _PORT_COLUMNS, [_port_cells(row) for row in rows if type(row) is PortRow]
+    elif isinstance(first, FlowRow):
+        columns, cells = _FLOW_COLUMNS, [_flow_cells(row) for row in rows if type(row) is FlowRow]
     else:
         keys = type(first).__struct_fields__
         columns = [
@@ -186,6 +201,45 @@ def _range(base: int, count: int, flags: Sequence[str]) -> str:
     """Which slots of `backends`, and what else the word says."""
     slots = "" if not count else str(base) if count == 1 else f"{base}-{base + count - 1}"
     return " ".join(filter(None, (slots, *flags))) or "-"
+
+
+_FLOW_COLUMNS = [
+    Column("PROTO", rigid=True),
+    Column("CLIENT"),
+    Column("FRONTEND"),
+    Column("BACKEND"),
+    Column("STATE", rigid=True),
+    Column("IDLE", right=True, rigid=True),
+    Column("AGE", right=True, rigid=True),
+    Column("FLAGS"),
+    Column("SERVICE"),
+]
+
+
+def _flow_cells(row: FlowRow) -> list[Cell]:
+    client = _endpoint(row.client, row.client_port)
+    if row.port_at_backend not in {None, row.client_port}:
+        client += f" (as {row.port_at_backend})"
+    backend = "-"
+    missing: list[str] = []
+    if row.backend is not None and row.backend_port is not None:
+        backend = _endpoint(row.backend, row.backend_port)
+        missing = [f"no {half}" for half in (FORWARD_HALF, REVERSE_HALF) if half not in row.halves]
+    return [
+        row.protocol,
+        client,
+        _endpoint(row.frontend, row.frontend_port),
+        backend,
+        row.state,
+        render.duration(row.idle_seconds),
+        render.duration(row.age_seconds),
+        ",".join((*row.flags, *missing)) or "-",
+        row.service or "-",
+    ]
+
+
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _print_settings(row: SettingsRow) -> None:

@@ -15,7 +15,7 @@ import click
 
 from ebpflb import __version__
 from ebpflb.cli import options
-from ebpflb.config import AUDIT_PERIOD_S, Config, File, Notice, Own
+from ebpflb.config import AUDIT_PERIOD_S, REJECT_BIT, SOCKET_LB, Config, File, Notice, Own
 from ebpflb.errors import ConfigError
 from ebpflb.kubeproxy.flags import BOOL, FLAGS, LOG_FLAGS, Flag
 
@@ -94,7 +94,7 @@ def _is_true(name: str, text: str | None) -> bool:
     multiple=True,
     metavar="NAME=N[,NAME=N…]",
     help="Entries of a map: frontends, ports, backends, affinity, members, udp_conn, names,"
-    " node_addrs.",
+    " node_addrs, flows_new, conntrack, source_ranges, service_addrs.",
 )
 @click.option(
     "--sync-period",
@@ -125,6 +125,50 @@ def _is_true(name: str, text: str | None) -> bool:
     default=False,
     show_default=True,
     help="No process of this node may bind() to a NodePort, where it would hear nothing.",
+)
+@click.option(
+    "--devices",
+    multiple=True,
+    metavar="PATTERN[,PATTERN…]",
+    help="Uplinks, where clients from outside come in; = (nothing) is none.  [default: those with "
+    "an address of the Node or a default route]",
+)
+@click.option(
+    "--pod-devices",
+    multiple=True,
+    metavar="PATTERN[,PATTERN…]",
+    help="This node's ends of the pods' devices; = (nothing) is none.  [default: those with a "
+    "route to one address, and the ports of bridges]",
+)
+@click.option(
+    "--socket-lb",
+    type=click.Choice(SOCKET_LB),
+    default=SOCKET_LB[0],
+    show_default=True,
+    help="Whose connects are translated at the socket: all, this node's own processes' (pods' "
+    "packets are translated instead), or nobody's.",
+)
+@click.option(
+    "--ping",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    help="Answer pings to a Service's address behind which there is an endpoint.",
+)
+@click.option(
+    "--preserve-client-ip-local/--no-preserve-client-ip-local",
+    default=False,
+    show_default=True,
+    help="A backend on this node sees the client's address also under externalTrafficPolicy "
+    "Cluster.",
+)
+@click.option(
+    "--reject-bit",
+    type=int,
+    default=REJECT_BIT,
+    show_default=True,
+    metavar="N",
+    help="The bit of a packet's mark that has netfilter answer it: no endpoint.",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="[default: text]")
 @click.option(

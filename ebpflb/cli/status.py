@@ -22,9 +22,12 @@ import msgspec
 from ebpflb import __version__
 from ebpflb.cli import options, render
 from ebpflb.cli.render import Cell, Column, Item, Styled
-from ebpflb.datapath.ebpf import abi, inspect
+from ebpflb.datapath.ebpf import abi, inspect, listing
 from ebpflb.datapath.ebpf.attach import Attachment
+from ebpflb.datapath.ebpf.deviceprograms import roles_in
 from ebpflb.datapath.ebpf.inspect import EVICTING, Holder, Inspector, MapFill
+from ebpflb.datapath.ebpf.listing import PacketDevice, PacketHook
+from ebpflb.datapath.ebpf.maps import DEFAULT_SIZES
 from ebpflb.datapath.ebpf.rows import NodeAddressRow, Row, Service, SettingsRow
 from ebpflb.errors import ConfigError
 from ebpflb.model import FrontendKind
@@ -41,6 +44,8 @@ _SYNCED = (
 _QUEUED = "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"
 _HOOK_ORDER = tuple(abi.names_of("HOOK_").values())
 _ATTACHED = "attached"
+_BEST = {"ingress": "first", "egress": "last"}
+_SEEN = {"sees_pods": "pods'", "sees_host": "uplinks'"}
 _LOOPBACK = {"loopback4": "127.0.0.0/8", "loopback6": "::1"}
 
 
@@ -80,6 +85,17 @@ class NodePorts(msgspec.Struct, frozen=True):
     loopback: list[str]
 
 
+class PacketPath(msgspec.Struct, frozen=True):
+    """``is_wanted``: the agent was not told to leave packets alone. ``state`` is of `settings`.
+
+    ``devices`` is None where this is not the node's network namespace.
+    """
+
+    is_wanted: bool
+    state: list[str]
+    devices: list[PacketDevice] | None
+
+
 class Status(msgspec.Struct, frozen=True):
     """All of it. ``problems`` make the exit code 1, ``warnings`` do not."""
 
@@ -93,6 +109,7 @@ class Status(msgspec.Struct, frozen=True):
     node_ports: NodePorts
     agent: Agent
     programs: list[Hook]
+    packet_path: PacketPath
     maps: list[MapFill]
     counters: dict[str, int]
     problems: list[str]
@@ -131,8 +148,11 @@ def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Pa
     counters = kernel.counters()
     node_ports = where_node_ports_answer(kernel.entries("node_addrs"), settings.flags)
     agent = ask_agent(inspect.holder(pin_path), settings.options)
+    packet_path = _packet_path(kernel, settings)
     problems, warnings = judge(agent, programs, maps, counters)
     warnings += unanswered(node_ports, services)
+    of_packets = judge_packets(packet_path)
+    problems, warnings = problems + of_packets[0], warnings + of_packets[1]
     return Status(
         version=__version__,
         mode="ebpf",
@@ -144,6 +164,7 @@ def _status(kernel: Inspector, settings: SettingsRow, pin_path: Path, cgroup: Pa
         node_ports=node_ports,
         agent=agent,
         programs=programs,
+        packet_path=packet_path,
         maps=maps,
         counters=counters,
         problems=problems,
@@ -162,6 +183,18 @@ def _hooks(attachment: Attachment, kernel: Inspector) -> list[Hook]:
         )
         for one in sorted(attachment.look(), key=lambda one: _HOOK_ORDER.index(one.hook))
     ]
+
+
+def _packet_path(kernel: Inspector, settings: SettingsRow) -> PacketPath:
+    left = settings.options
+    found = None
+    if not inspect.is_elsewhere(settings.host_netns):
+        found = listing.attached(roles_in(kernel.map("devices")), kernel.map_ids())
+    return PacketPath(
+        is_wanted="devices" in left and (left["devices"] != [] or left.get("pod_devices") != []),
+        state=settings.state,
+        devices=found,
+    )
 
 
 def where_node_ports_answer(rows: Iterable[Row], flags: Sequence[str]) -> NodePorts:
@@ -194,6 +227,8 @@ def judge(
     for one in maps:
         if one.entries is None or not one.max_entries or one.entries < FULL * one.max_entries:
             continue
+        if one.map in EVICTING and one.map not in DEFAULT_SIZES:
+            continue  # full is how it always is
         fill = f"map {one.map}: {one.entries} of {one.max_entries} entries are used"
         more = f"run the agent with a greater --map-size {one.map}=N"
         if one.map in EVICTING:
@@ -212,6 +247,30 @@ def judge(
         )
     of_agent = _of_agent(agent)
     return [*problems, *of_agent[0]], [*warnings, *of_agent[1]]
+
+
+def judge_packets(path: PacketPath) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of the packet path."""
+    if not path.is_wanted:
+        return [], []
+    if path.devices is None:
+        return [], ["this is not the node's network namespace: its devices are not seen from here"]
+    problems = [
+        f"packets are not translated at {device.device} {hook.direction}: {hook.state}"
+        for device in path.devices
+        for hook in device.hooks
+        if hook.state != _ATTACHED
+    ]
+    warnings = [
+        f"at {device.device} {hook.direction} the program cannot be where it should: "
+        f"{hook.possible}; around it run {', '.join([*hook.before, *hook.behind])}"
+        for device in path.devices
+        for hook in device.hooks
+        if not hook.possible.startswith(_BEST[hook.direction])
+    ]
+    if not path.devices:
+        warnings.append("no device has programs: packets from outside reach no Service")
+    return problems, warnings
 
 
 def unanswered(node_ports: NodePorts, services: Iterable[Service]) -> list[str]:
@@ -363,6 +422,7 @@ def _print_page(found: Status) -> None:
         ],
         [_hook_cells(one) for one in found.programs],
     )
+    _print_packet_path(found.packet_path)
     _heading("maps")
     render.print_table(
         [
@@ -386,6 +446,43 @@ def _print_page(found: Status) -> None:
         render.print_line(Styled("warning  ", "yellow"), text)
     if not found.problems and not found.warnings:
         render.print_line(Styled("nothing", "green"))
+
+
+def _print_packet_path(path: PacketPath) -> None:
+    _heading("packet path", "asked of the kernel")
+    if not path.is_wanted and not path.devices:
+        render.print_line(Styled("off", "dim"))
+        return
+    proved = " and ".join(word for flag, word in _SEEN.items() if flag in path.state)
+    render.print_line(
+        f"seen to run at the {proved} devices" if proved else Styled("not seen to run", "yellow")
+    )
+    render.print_table(
+        [
+            Column("DEVICE", rigid=True),
+            Column("ROLE", rigid=True),
+            Column("HOOK", rigid=True),
+            Column("BY", rigid=True),
+            Column("PROGRAM", rigid=True),
+            Column("BEFORE"),
+            Column("BEHIND"),
+            Column("STATE"),
+        ],
+        [_packet_cells(device, hook) for device in path.devices or () for hook in device.hooks],
+    )
+
+
+def _packet_cells(device: PacketDevice, hook: PacketHook) -> Sequence[Cell]:
+    return [
+        device.device,
+        device.role or "-",
+        hook.direction,
+        hook.way or "-",
+        f"{hook.program} (id {hook.program_id})" if hook.program else "-",
+        "; ".join(hook.before) or "-",
+        "; ".join(hook.behind) or "-",
+        Styled(hook.state, "green" if hook.state == _ATTACHED else "bold red"),
+    ]
 
 
 def _heading(text: str, more: str = "") -> None:

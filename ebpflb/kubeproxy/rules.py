@@ -228,31 +228,26 @@ MEANS_NOTHING: Final = (
 )
 """What has no meaning in this data path or this agent; docs/configuration.md says why for each."""
 
-NOT_YET: Final = (
-    "iptables.masqueradeAll",
-    "iptables.masqueradeBit",
-    "nftables.masqueradeAll",
-    "nftables.masqueradeBit",
-)
-"""What belongs to a part of the data path that this version does not have."""
-
 _GATES_WITH_EFFECT: Final = ("featureGates.AllowServiceExternalIPs",)
 
 _PERIODS: Final = ("syncPeriod", "minSyncPeriod")
+_MASQUERADING: Final = ("masqueradeAll", "masqueradeBit")
 
 
-def without_effect(paths: Iterable[str], mode_section: str) -> tuple[list[str], list[str]]:
-    """Of ``paths``, which mean nothing here, and which nothing yet; periods count by the mode."""
-    nothing: list[str] = []
-    not_yet: list[str] = []
-    for path in paths:
-        if path in {f"{mode_section}.{name}" for name in _PERIODS} or path in _GATES_WITH_EFFECT:
-            continue
-        if _is_under(path, NOT_YET):
-            not_yet.append(path)
-        elif _is_under(path, MEANS_NOTHING) or path.rpartition(".")[2] in _PERIODS:
-            nothing.append(path)
-    return nothing, not_yet
+def without_effect(paths: Iterable[str], config: KubeProxyConfiguration) -> list[str]:
+    """Those of ``paths`` that mean nothing here; of a mode's own settings, by the mode chosen."""
+    counting = {
+        *(f"{config.mode_section}.{name}" for name in _PERIODS),
+        *(f"{config.masquerade_section}.{name}" for name in _MASQUERADING),
+        *_GATES_WITH_EFFECT,
+    }
+    of_a_mode = {*_PERIODS, *_MASQUERADING}
+    return [
+        path
+        for path in paths
+        if path not in counting
+        and (path.rpartition(".")[2] in of_a_mode or _is_under(path, MEANS_NOTHING))
+    ]
 
 
 def _is_under(path: str, roots: Iterable[str]) -> bool:

@@ -167,6 +167,11 @@ class KubeProxyConfiguration(_Section, frozen=True, kw_only=True):
         """Which section holds the periods of ``mode``, as kube-proxy chooses it."""
         return self.mode if self.mode in {"ipvs", "nftables"} else "iptables"
 
+    @property
+    def masquerade_section(self) -> str:
+        """Which section says what is masqueraded; ipvs has no such settings of its own."""
+        return "nftables" if self.mode == "nftables" else "iptables"
+
 
 def _attribute(section: type, name: str) -> str:
     return next(f.name for f in msgspec.structs.fields(section) if f.encode_name == name)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebpflb.lab.client import Outcome
-    from ebpflb.lab.namespace import Namespace
+    from ebpflb.lab.namespace import Namespace, Question
     from ebpflb.lab.spawn import Capture, LabError, Loop, Running, Server, wait_until
     from ebpflb.lab.topology import External, Lab, Node, Pod, Router
 
@@ -36,6 +36,7 @@ __all__ = [
     "Node",
     "Outcome",
     "Pod",
+    "Question",
     "Router",
     "Running",
     "Server",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Namespace": "namespace",
+    **dict.fromkeys(["Namespace", "Question"], "namespace"),
     "Outcome": "client",
     **dict.fromkeys(["Capture", "LabError", "Loop", "Running", "Server", "wait_until"], "spawn"),
 }

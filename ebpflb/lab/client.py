@@ -17,7 +17,8 @@ prints its outcome; meanwhile a line on standard input is answered by the outcom
 how "not one failed connect while the agent restarts" is shown.
 
 `client.py worker` reads one command a line (a JSON list of the arguments above) and answers each
-with one line, so that a test's hundreds of questions do not start hundreds of interpreters.
+with one line, so that a test's hundreds of questions do not start hundreds of interpreters. A list
+of commands is performed at once, as far as threads go, and answered by the list of the outcomes.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import os
 import select
@@ -53,9 +55,12 @@ IPV6_RECVERR: Final = 25
 MAX_NOTED: Final = 5
 MAX_SWITCHES: Final = 200
 MAX_SECONDS: Final = 600.0
+MAX_THREADS: Final = 32
 
 # Where helpers written in C are compiled to; the lab sets it so that they go with the lab.
 TOOLS_VARIABLE: Final = "EBPFLB_LAB_TOOLS"
+
+_pings = itertools.count(os.getpid())
 
 Fastopen = Literal["", "sendto", "connect"]
 Address = tuple[Any, ...]
@@ -293,6 +298,12 @@ def _expect_echo(sock: socket.socket, rest: bytearray, line: bytes) -> None:
         raise OSError(errno.EBADMSG, "the echo differs from what was sent")
 
 
+@functools.cache
+def _text(size: int) -> bytes:
+    """A line of so many bytes, of which no part is like another."""
+    return b"".join(b"%08x" % number for number in range(size // 8 + 1))[:size]
+
+
 def _answer(line: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(line)
@@ -394,8 +405,8 @@ def tcp(
                 if dial.fastopen and _syn_data_taken(sock):
                     tally.syn_data()
                 if size:
-                    expected += (b"\n" if expected else b"") + b"x" * size
-                    sock.sendall(b"x" * size + b"\n")
+                    expected += (b"\n" if expected else b"") + _text(size)
+                    sock.sendall(_text(size) + b"\n")
                 for line in expected.split(b"\n") if expected else []:
                     _expect_echo(sock, rest, line)
                 took_s = time.monotonic() - began
@@ -606,7 +617,7 @@ def ping(dial: Dial, *, pace: _Pace | None = None) -> Outcome:
     version6 = family == socket.AF_INET6
     protocol = socket.IPPROTO_ICMPV6 if version6 else socket.IPPROTO_ICMP
     request, reply = (128, 129) if version6 else (8, 0)
-    identity = os.getpid() & 0xFFFF
+    identity = next(_pings) & 0xFFFF
     with socket.socket(family, socket.SOCK_RAW, protocol) as sock:
         for number in pace or _Pace():
             began = time.monotonic()
@@ -764,15 +775,42 @@ def _until_stopped(options: argparse.Namespace) -> dict[str, Any] | list[dict[st
 
 
 def _worker() -> None:
-    """Answer one command a line until the input ends."""
+    """Answer one command a line, or a list of them, until the input ends."""
     parser = _parser()
+
+    def perform(command: list[str]) -> dict[str, Any] | list[dict[str, Any]]:
+        return _perform(parser.parse_args(command), _Tally(), threading.Event())
+
+    def answer(command: Any) -> dict[str, Any]:
+        try:
+            if command and isinstance(command[0], list):
+                return {"result": _at_once(command, perform)}
+            return {"result": perform(command)}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the one who asked
+            return {"error": f"{type(error).__name__}: {error}"}
+
     _say({"ready": True, "pid": os.getpid()})
     for line in sys.stdin:
-        try:
-            options = parser.parse_args(json.loads(line))
-            _say({"result": _perform(options, _Tally(), threading.Event())})
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the one who asked
-            _say({"error": f"{type(error).__name__}: {error}"})
+        _say(answer(json.loads(line)))
+
+
+def _at_once(commands: Sequence[list[str]], perform: Callable[[list[str]], Any]) -> list[Any]:
+    """Perform commands at once; the results in their order. What one raises is raised."""
+    results: list[Any] = [None] * len(commands)
+    errors: list[BaseException] = []
+    todo = iter(enumerate(commands))
+
+    def work(_: int) -> None:
+        for number, command in todo:  # the threads share it: each takes the next one
+            try:
+                results[number] = perform(command)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - raised by the first thread
+                errors.append(error)
+
+    _in_parallel(min(len(commands), MAX_THREADS), work)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, TypeVar
 
 from ebpflb.lab import netns, spawn
-from ebpflb.lab.spawn import Capture, LabError, Loop, Place, Server, Worker
+from ebpflb.lab.spawn import Capture, LabError, Loop, Place, Running, Server, Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from ebpflb.lab.client import Fastopen, Outcome
     from ebpflb.lab.topology import Lab
 
-__all__ = ["SYSCTLS", "Namespace"]
+__all__ = ["SYSCTLS", "Namespace", "Question"]
 
 T = TypeVar("T")
 
 RUN_S: Final = 60.0
+LONGEST_S: Final = 600.0
 
 _counter = itertools.count(1)
 
@@ -84,6 +85,27 @@ class UdpOptions(PaceOptions, total=False):
     connected: bool
     one_way: bool
     reopen: bool
+
+
+class Question(NamedTuple):
+    """What a client is to do, as one of several things at once; `options` are the operation's."""
+
+    operation: Literal["tcp", "hold", "udp", "ping"]
+    host: str
+    port: int = 0
+    options: Mapping[str, Any] = {}
+
+    @property
+    def command(self) -> list[str]:
+        """The client's arguments."""
+        operands = [self.host, self.port] if self.port else [self.host]
+        return spawn.client_arguments(self.operation, *operands, **self.options)
+
+    @property
+    def longest_s(self) -> float:
+        """How long it may take."""
+        each_s = self.options.get("timeout_s", 3.0) + self.options.get("interval_s", 0.0)
+        return float(min(30.0 + self.options.get("count", 1) * each_s, LONGEST_S))
 
 
 class Namespace:
@@ -152,6 +174,10 @@ class Namespace:
         """Add an address ("192.168.50.101/32") to an interface."""
         self.links(lambda links: links.address(device, address))
 
+    def offload(self, *offloads: str, on: bool, device: str = "eth0") -> None:
+        """Switch what an interface does for the kernel: keys of netns.OFFLOADS, default all."""
+        self.links(lambda links: links.offload(device, *offloads, on=on))
+
     # --- programs -----------------------------------------------------------------------------
 
     def run(
@@ -218,7 +244,9 @@ class Namespace:
     def _command(self, command: Sequence[str | Path]) -> list[str]:
         return spawn.command_in(Place(self.cgroup, self.netns), command)
 
-    def _start(self, title: str, program: str, *arguments: str) -> tuple[Any, Path]:
+    def _start(
+        self, title: str, program: str, *arguments: str, pass_fds: Sequence[int] = ()
+    ) -> tuple[Any, Path]:
         """Start one of the lab's own programs with pipes."""
         complaints = self.lab.folder / f"{title.replace(' ', '-')}-{next(_counter)}.stderr"
         with complaints.open("wb") as sink:
@@ -229,8 +257,14 @@ class Namespace:
                 stderr=sink,
                 cwd="/",
                 env=spawn.client_environment(self.lab.folder),
+                pass_fds=pass_fds,
             )
         return process, complaints
+
+    def start_program(self, program: str, *arguments: str, pass_fds: Sequence[int] = ()) -> Running:
+        """Start one of the lab's own programs, which says a line when it is ready."""
+        title = f"{program} {self.name}"
+        return Running(title, *self._start(title, program, *arguments, pass_fds=pass_fds))
 
     # --- servers ------------------------------------------------------------------------------
 
@@ -266,34 +300,37 @@ class Namespace:
 
     # --- clients ------------------------------------------------------------------------------
 
-    def _perform(self, arguments: list[str], *, timeout_s: float) -> list[Outcome]:
+    def _client(self) -> Worker:
         if self._worker is None or not self._worker.alive:
             title = f"client {self.name}"
             self._worker = Worker(title, *self._start(title, "client", "worker"))
-        return self._worker.perform(arguments, timeout_s=timeout_s)
+        return self._worker
 
-    def _paced(self, operation: str, host: str, port: int, options: Mapping[str, Any]) -> Outcome:
-        each_s = options.get("timeout_s", 3.0) + options.get("interval_s", 0.0)
-        longest_s = 30.0 + options.get("count", 1) * each_s
-        operands = [host, port] if port else [host]
-        arguments = spawn.client_arguments(operation, *operands, **options)
-        return self._perform(arguments, timeout_s=min(longest_s, 600.0))[0]
+    def _ask(self, question: Question) -> Outcome:
+        return self._client().perform(question.command, timeout_s=question.longest_s)[0]
 
     def tcp(self, host: str, port: int, **options: Unpack[TcpOptions]) -> Outcome:
         """Connect, read who answers, close: `count` times, `parallel` at once."""
-        return self._paced("tcp", host, port, options)
+        return self._ask(Question("tcp", host, port, options))
 
     def udp(self, host: str, port: int, **options: Unpack[UdpOptions]) -> Outcome:
         """Send `count` datagrams from `sockets` sockets in turn and await each answer."""
-        return self._paced("udp", host, port, options)
+        return self._ask(Question("udp", host, port, options))
 
     def ping(self, host: str, **options: Unpack[PaceOptions]) -> Outcome:
         """Send ICMP echo requests, which no socket hook sees."""
-        return self._paced("ping", host, 0, options)
+        return self._ask(Question("ping", host, 0, options))
+
+    def at_once(self, questions: Sequence[Question]) -> list[Outcome]:
+        """Ask many questions at the same time; the outcomes are in their order."""
+        longest_s = min(sum((one.longest_s for one in questions), 0.0), LONGEST_S)
+        commands = [question.command for question in questions]
+        return self._client().perform_at_once(commands, timeout_s=longest_s)
 
     def uring(self, host: str, port: int, *, mapped: bool = False) -> Outcome:
         """Connect once through io_uring; the error is UNSUPPORTED where there is none."""
-        return self._paced("uring", host, port, {"mapped": mapped})
+        arguments = spawn.client_arguments("uring", host, port, mapped=mapped)
+        return self._client().perform(arguments, timeout_s=RUN_S)[0]
 
     def reconnect(
         self, *targets: tuple[str, int] | None, **options: Unpack[DialOptions]
@@ -303,7 +340,7 @@ class Namespace:
         for target in targets:
             spelt = "none:none" if target is None else f"{target[0]}:{target[1]}"
             arguments += ["--to", spelt]
-        return self._perform(arguments, timeout_s=RUN_S)
+        return self._client().perform(arguments, timeout_s=RUN_S)
 
     def tcp_loop(self, host: str, port: int, **options: Unpack[TcpOptions]) -> Loop:
         """Connect, read, close until stopped: shows "not one failed connect while …"."""

@@ -6,9 +6,12 @@ machine's own namespace is never touched, not even for a moment. It must know no
 pods or address plans.
 """
 
+import array
 import contextlib
 import fcntl
 import os
+import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +23,16 @@ from pyroute2 import IPRoute, netns
 from ebpflb.lab.janitor import NETNS_FOLDER
 from ebpflb.lab.spawn import LabError
 
-__all__ = ["IFNAME_MAX", "Links", "create", "inside", "links", "write_sysctls"]
+__all__ = [
+    "IFNAME_MAX",
+    "OFFLOADS",
+    "Links",
+    "create",
+    "inside",
+    "links",
+    "open_tun",
+    "write_sysctls",
+]
 
 T = TypeVar("T")
 
@@ -28,6 +40,21 @@ IFNAME_MAX: Final = 15
 _NODAD: Final = 0x02  # IFA_F_NODAD: the address is usable at once
 _RTAX_MTU: Final = 2
 _ONLINK: Final = "onlink"
+
+_TUNSETIFF: Final = 0x400454CA
+_IFF_TUN: Final = 0x0001
+_IFF_NO_PI: Final = 0x1000
+
+_SIOCETHTOOL: Final = 0x8946
+OFFLOADS: Final[Mapping[str, int]] = {
+    # ETHTOOL_SRXCSUM and its like
+    "rx-checksum": 0x15,
+    "tx-checksum": 0x17,
+    "scatter": 0x19,
+    "tso": 0x1F,
+    "gso": 0x24,
+    "gro": 0x2C,
+}
 
 # The file must be there before unshare mounts the new namespace on it, and go if that fails.
 _CREATE: Final = """
@@ -121,6 +148,21 @@ def links(path: Path, act: "Callable[[Links], T]") -> T:
     return inside(path, open_and_act)
 
 
+def open_tun(name: str) -> int:
+    """Make a tun device in the namespace that the caller is in; it lives as long as the descriptor.
+
+    Raises OSError where the kernel has none.
+    """
+    descriptor = os.open("/dev/net/tun", os.O_RDWR)
+    try:
+        request = struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI)
+        fcntl.ioctl(descriptor, _TUNSETIFF, request)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def write_sysctls(settings: Mapping[str, str | int]) -> None:
     """Write sysctls of the namespace that the caller is in; "net.ipv4.ip_forward" for example.
 
@@ -178,6 +220,14 @@ class Links:
         if isinstance(master, str):
             changes["master"] = self.index(master)
         self.ipr.link("set", index=self.index(name), **changes)
+
+    def offload(self, name: str, *offloads: str, on: bool) -> None:
+        """Switch what an interface does for the kernel (keys of OFFLOADS; default all of them)."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for offload in offloads or OFFLOADS:
+                value = array.array("I", [OFFLOADS[offload], int(on)])
+                where, _ = value.buffer_info()
+                fcntl.ioctl(sock, _SIOCETHTOOL, struct.pack("16sP16x", name.encode(), where))
 
     def hairpin(self, name: str, *, on: bool) -> None:
         """Let a bridge send back through a port what came in through it."""

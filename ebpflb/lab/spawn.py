@@ -267,9 +267,18 @@ class Worker(Running):
 
     def perform(self, arguments: Sequence[str], *, timeout_s: float) -> list[Outcome]:
         """Perform one client command; most have one outcome."""
-        answer = self.ask(json.dumps(list(arguments)), timeout_s=timeout_s)
+        return self._results(list(arguments), timeout_s)
+
+    def perform_at_once(
+        self, commands: Sequence[Sequence[str]], *, timeout_s: float
+    ) -> list[Outcome]:
+        """Perform client commands that have one outcome each, at once."""
+        return self._results([list(command) for command in commands], timeout_s) if commands else []
+
+    def _results(self, command: list[Any], timeout_s: float) -> list[Outcome]:
+        answer = self.ask(json.dumps(command), timeout_s=timeout_s)
         if "error" in answer:
-            raise LabError(f"{self.title}: {' '.join(arguments)}: {answer['error']}")
+            raise LabError(f"{self.title}: {str(command)[:500]}: {answer['error']}")
         result = answer["result"]
         return [outcome_of(one) for one in (result if isinstance(result, list) else [result])]
 

@@ -17,7 +17,7 @@ which address, in both families.
     <cgroup v2>/ebpflb-lab-PID-K/NODE                a node: where its agent attaches
     <cgroup v2>/ebpflb-lab-PID-K/NODE/host           processes of the node itself
     <cgroup v2>/ebpflb-lab-PID-K/NODE/pods/POD       a pod's processes
-    <cgroup v2>/ebpflb-lab-PID-K/outside/NAME        what belongs to no node
+    <cgroup v2>/ebpflb-lab-PID-K/outside/NAME        what belongs to no node, and virtual pods
     /sys/fs/bpf/ebpflb-lab-PID-K/NODE                the node's pin path; its agent makes it
     /run/netns/eblbPID-K-NAME                        a namespace
 
@@ -36,12 +36,13 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from ebpflb.lab import addresses, janitor, netns, spawn
 from ebpflb.lab.namespace import SYSCTLS, Namespace
-from ebpflb.lab.spawn import LabError
+from ebpflb.lab.spawn import LabError, Running
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -76,12 +77,20 @@ class Pod(Namespace):
     """
 
     def __init__(
-        self, node: Node, name: str, *, number: int, host_network: bool, mtu: int, hairpin: bool
+        self,
+        node: Node,
+        name: str,
+        *,
+        number: int,
+        host_network: bool,
+        mtu: int,
+        hairpin: bool,
+        virtual: bool,
     ) -> None:
         super().__init__(
             node.lab,
             name,
-            cgroup=node.cgroup_root / "pods" / name,
+            cgroup=(node.lab.cgroup / "outside" if virtual else node.cgroup_root / "pods") / name,
             ipv4=node.ipv4 if host_network else addresses.pod_ipv4(node.number, number),
             ipv6=node.ipv6 if host_network else addresses.pod_ipv6(node.number, number),
         )
@@ -237,11 +246,14 @@ class Node(Namespace):
         mtu: int | None = None,
         host_network: bool = False,
         hairpin: bool = False,
+        virtual: bool = False,
     ) -> Pod:
         """Make a pod. Names are the lab's, so that servers' answers are not ambiguous.
 
         number: the last part of its addresses; by default the lowest that is free, from 2.
         hairpin: on a bridge, let the pod's port send back what came from it.
+        virtual: as in a virtual machine (Kata, KubeVirt): its processes are in no cgroup of the
+        node's, so that the node sees its packets and never its sockets.
         """
         self.lab.check_name(name)
         taken = {pod.number for pod in self.pods.values()}
@@ -259,6 +271,7 @@ class Node(Namespace):
             host_network=host_network,
             mtu=mtu or self.pod_mtu,
             hairpin=hairpin,
+            virtual=virtual,
         )
         self.pods[name] = pod
         return pod
@@ -507,6 +520,27 @@ class Lab:
         one.links(act)
         other.links(lambda links: links.set(other_device, state="up"))
 
+    def tunnel(
+        self, one: Namespace, one_device: str, other: Namespace, other_device: str, *, mtu: int = 0
+    ) -> Running:
+        """Join two namespaces by devices without an Ethernet header, both up, without addresses.
+
+        A process carries the packets: it is slow, and the devices go when it ends. Raises OSError
+        where the kernel has no tun devices.
+        """
+        ends = ((one, one_device), (other, other_device))
+        descriptors: list[int] = []
+        try:
+            for place, device in ends:
+                descriptors.append(place.inside(partial(netns.open_tun, device)))
+            carrier = one.start_program("tun", *map(str, descriptors), pass_fds=descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        for place, device in ends:
+            place.links(partial(_set_up, device=device, mtu=mtu or self.mtu))
+        return carrier
+
     # --- for the parts of the lab -------------------------------------------------------------
 
     def check_name(self, name: str) -> None:
@@ -543,6 +577,10 @@ class Lab:
     def reap_at_end(self, process: subprocess.Popen[Any]) -> None:
         """Remember a process, whose end is waited for when the lab ends."""
         self._processes.append(process)
+
+
+def _set_up(links: netns.Links, *, device: str, mtu: int) -> None:
+    links.set(device, state="up", mtu=mtu)
 
 
 def _bpffs() -> Path:
