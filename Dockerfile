@@ -16,11 +16,12 @@ RUN /tools/bin/python -m build --no-isolation --wheel \
  && /opt/ebpflb/bin/pip install --no-cache-dir -c constraints.txt dist/*.whl
 
 FROM debian:12-slim
-# linux-libc-dev: the headers that the BPF programs include. iptables: for kernels without what
+# linux-libc-dev: the headers that the BPF programs include. nftables, iptables: our rules in
+# netfilter, in whichever the node uses; iptables too for kernels without what
 # the eBPF mode needs.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends \
-    python3-bpfcc libbpf1 linux-libc-dev iproute2 iptables \
+    python3-bpfcc libbpf1 linux-libc-dev iproute2 nftables iptables \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/ebpflb /opt/ebpflb
 ENTRYPOINT ["/opt/ebpflb/bin/ebpflb"]

@@ -11,9 +11,10 @@ cd "$(dirname "$0")/.."
 readonly LOG=.setup.log
 readonly STEPS=5
 # bcc is the distribution's; libbpf is called by the agent; linux-libc-dev holds the headers that the
-# BPF programs include. The rest is for the lab, the tests and the benchmarks (C clients).
+# BPF programs include; nft or iptables writes its rules in netfilter (the tests need both). The rest
+# is for the lab, the tests and the benchmarks (C clients).
 PACKAGES=(
-	python3-bpfcc libbpf1 python3-venv linux-libc-dev
+	python3-bpfcc libbpf1 python3-venv linux-libc-dev nftables iptables
 	iproute2 util-linux gcc libc6-dev make openssl
 )
 step=0

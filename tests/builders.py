@@ -25,6 +25,7 @@ from ebpflb.model import (
     Hints,
     Node,
     ObjectKey,
+    PodDetector,
     Policy,
     Protocol,
     Service,
@@ -239,6 +240,11 @@ def endpoint_slice(
 def node(*addresses: str, zone: str = "", pod_cidrs: tuple[str, ...] = ()) -> Node:
     """Return this node's Node object."""
     return Node(NODE, zone, addresses=tuple(map(parse_address, addresses)), pod_cidrs=pod_cidrs)
+
+
+def by_network(*texts: str) -> PodDetector:
+    """Return a detector that tells pods by their addresses."""
+    return PodDetector(networks=tuple(map(parse_network, texts)))
 
 
 def new_planner(**options: Any) -> Planner:

@@ -10,12 +10,15 @@ import errno
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
+from ebpflb.datapath.ebpf.encode import BY_NET
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
     FRONTEND_VALUE,
     KIND_PROBE,
+    NO_SUBNETS,
     PORT,
     SETS,
+    Subnets,
     Table,
     index_of,
     unpack_word,
@@ -59,9 +62,12 @@ class _Element:
 class MemoryTable:
     """A hash map that uses a freed element again at once, as the kernel does."""
 
-    def __init__(self, name: str, size: int, step: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, size: int, step: Callable[[], None], *, full: int = errno.E2BIG
+    ) -> None:
         self.name = name
         self.size = size
+        self._full = full
         self._step = step
         self._elements: dict[bytes, _Element] = {}
         self._free: list[_Element] = []
@@ -79,7 +85,7 @@ class MemoryTable:
             element = self._elements.get(key)
             if element is None:
                 if len(self._elements) >= self.size:
-                    raise DatapathError("write to map", self.name, errno.E2BIG)
+                    raise DatapathError("write to map", self.name, self._full)
                 element = self._free.pop() if self._free else _Element()
                 self._elements[key] = element
             else:
@@ -113,6 +119,8 @@ class MemoryTables:
         members: int = 4096,
         names: int = 256,
         node_addrs: int = 64,
+        source_ranges: int = 256,
+        service_addrs: int = 256,
     ) -> None:
         self.port_entries = ports
         self.backend_entries = backends
@@ -121,7 +129,13 @@ class MemoryTables:
         self.members: Table = MemoryTable("members", members, self._step)
         self.names: Table = MemoryTable("names", names, self._step)
         self.node_addrs: Table = MemoryTable("node_addrs", node_addrs, self._step)
+        self.source_ranges: Table = MemoryTable(
+            "source_ranges", source_ranges, self._step, full=errno.ENOSPC
+        )
+        self.service_addrs: Table = MemoryTable("service_addrs", service_addrs, self._step)
         self._flags = 0
+        self._subnets = NO_SUBNETS
+        self._held_subnets: Subnets | None = None
         self._ports = bytearray(ports * PORT.size)
         self._backends = bytearray(backends * BACKEND.size)
         self.cleared: list[int] = []
@@ -193,6 +207,19 @@ class MemoryTables:
         self._flags = flags
         self._look()
 
+    def read_subnets(self) -> Subnets:
+        return self._subnets
+
+    def write_subnets(self, subnets: Subnets) -> None:
+        # A reader may come between any two bytes, and a process may end there.
+        for family, raw in enumerate(subnets):
+            for length in (1, len(raw) // 2, len(raw)):
+                self._store()
+                halves = list(self._subnets)
+                halves[family] = raw[:length] + halves[family][length:]
+                self._subnets = Subnets(*halves)
+                self._look()
+
     # --- readers --------------------------------------------------------------------------------
 
     def grace(self) -> None:
@@ -200,6 +227,7 @@ class MemoryTables:
         self._held_elements.clear()
         self._held_ids.clear()
         self._held_ranges.clear()
+        self._held_subnets = None
 
     def _look(self) -> None:
         """Begin one reader at every frontend, and let those that began before go on."""
@@ -210,6 +238,10 @@ class MemoryTables:
             assert now == held, f"slot {index} went from id {held:#x} to {now:#x} under a reader"
         for (base, length, owner), raw in self._held_ranges.items():
             assert self.read_backends(base, length) == raw, f"a range of id {owner:#x} changed"
+        if self._held_subnets is not None:
+            assert self._subnets == self._held_subnets, "a subnet changed under a reader"
+        if self._flags & BY_NET:
+            self._held_subnets = self._subnets
         for key, value in self.frontends.items():
             frontend = FRONTEND_VALUE.unpack(value)
             self._held_elements.append((self._frontends.element(key), key, value))

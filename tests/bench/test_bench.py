@@ -15,11 +15,13 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 
-from ebpflb.bench import connects, report, suite
+from ebpflb.bench import connects, packets, report, suite
 from ebpflb.bench.connects import Connects, Latency, ProgramCost
 from ebpflb.bench.footprint import FLOWS, GROWING, Crash, Footprint, Restart
 from ebpflb.bench.fromapi import ApiStart, Feed, FromApi
 from ebpflb.bench.numbers import in_guard, median, percentile
+from ebpflb.bench.packets import Packets
+from ebpflb.bench.perpacket import PacketCost
 from ebpflb.bench.propagation import Propagation
 from ebpflb.bench.report import Measured, Report
 from ebpflb.bench.workload import GREET_PORT, QUIET_PORT, Workload, all_files, pack_destinations
@@ -30,7 +32,18 @@ from ebpflb.sources.documents import read_objects
 
 TINY = Workload(services=20, endpoints=4, files=4, backends=4, watched_services=2)
 SIZES = suite.Sizes(
-    workload=TINY, rounds=4, batch=20, attempts=1, changes=6, dials=400, paced=40, fed=200
+    workload=TINY,
+    rounds=4,
+    batch=20,
+    attempts=1,
+    changes=6,
+    dials=400,
+    paced=40,
+    fed=200,
+    reused=2000,
+    answered=100,
+    streams=2,
+    test_runs=1000,
 )
 
 
@@ -121,8 +134,8 @@ def measured() -> Report:
 
 
 def test_everything_is_measured(measured: Report) -> None:
-    assert len(measured.gates) == 18
-    assert {mode.name for mode in measured.modes} == set(connects.MODES)
+    assert len(measured.gates) == 24
+    assert {mode.name for mode in measured.modes} == {*connects.MODES, *packets.MODES}
     assert all(mode.samples == SIZES.samples for mode in measured.modes)
     assert all(mode.p50_us > 0 for mode in measured.modes)
     figures = {figure.name: figure.measured for figure in measured.figures}
@@ -139,7 +152,7 @@ def test_what_no_noise_can_excuse_holds_at_any_size(measured: Report) -> None:
     gates = {gate.name: gate for gate in measured.gates}
     for name in (
         *("failed_connects", "connects_to_old", "restart_writes", "restart_maps", "crash_writes"),
-        *("growing_maps", "event_bytes"),
+        *("growing_maps", "event_bytes", "packets_failed", "packets_wrong"),
     ):
         assert gates[name].passed, gates[name]
 
@@ -151,13 +164,39 @@ FED = Feed(5500, 5.5, 2.0, 270.0, 0.27, 1000, 1000, 11, 100, 0, 0)
 FOLLOWED = Propagation(100, 1000, 1.0, 2.0, 3.0, 0.1, 0.5, 0.3, 0.2, 1000, 0, 0, 0.1)
 
 
+LATENCY = Latency(100, 20.0, 40.0, 1.0, 1.0, 1.0)
+COSTS = {
+    name: PacketCost(100.0, 50.0)
+    for name in ("other", "other_reply", "forward4", "reverse4", "forward6", "reverse6")
+}
+THROUGH_TC = Packets(
+    latencies=dict.fromkeys(packets.MODES, LATENCY),
+    trusted=True,
+    attempts=1,
+    failed=0,
+    reused=1000,
+    reused_failed=0,
+    answered=100,
+    unanswered=0,
+    wrong=0,
+    bulk=1.0,
+    bulk_gbit_s=9.0,
+    costs=COSTS,
+)
+
+
 def made_up(
-    *, ratio: float = 1.0, failed: int = 0, writes: int = 0, lists_s: float = 1.0, fed: Feed = FED
+    *,
+    ratio: float = 1.0,
+    failed: int = 0,
+    writes: int = 0,
+    lists_s: float = 1.0,
+    fed: Feed = FED,
+    through_tc: Packets = THROUGH_TC,
 ) -> Measured:
     """A run in which all is well but for what is asked."""
-    latency = Latency(100, 20.0, 40.0, 1.0, 1.0, 1.0)
-    latencies = dict.fromkeys(connects.MODES, latency)
-    latencies["cluster_ip"] = latency._replace(ratio=ratio)
+    latencies = dict.fromkeys(connects.MODES, LATENCY)
+    latencies["cluster_ip"] = LATENCY._replace(ratio=ratio)
     return Measured(
         connects=Connects(latencies, True, 1, failed, "", 0.1),
         costs={"cluster_ip": ProgramCost("random ClusterIPs", 10, 500.0)},
@@ -166,7 +205,13 @@ def made_up(
         restart=Restart(1.0, writes, (), 1),
         crash=Crash(1000, 0, "", 0),
         api=FromApi(ApiStart(2.0, lists_s, 1.3, 1, 1, 1, 1), 0, FED, fed, 1, 1, FOLLOWED),
+        packets=through_tc,
     )
+
+
+def costing(what: str, net_ns: float) -> Measured:
+    costs = {**COSTS, what: PacketCost(net_ns, net_ns)}
+    return made_up(through_tc=THROUGH_TC._replace(costs=costs))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +228,28 @@ def made_up(
         (made_up(fed=FED._replace(received=1051)), {"event_bytes"}),
         (made_up(fed=FED._replace(failed=1)), {"failed_connects"}),
         (made_up(fed=FED._replace(old_after=1)), {"connects_to_old"}),
+        (
+            made_up(
+                through_tc=THROUGH_TC._replace(
+                    latencies={**THROUGH_TC.latencies, "packets": LATENCY._replace(ratio=1.16)}
+                )
+            ),
+            {"packets_connect"},
+        ),
+        (
+            made_up(
+                through_tc=THROUGH_TC._replace(costs={**COSTS, "reverse6": PacketCost(0, 151)})
+            ),
+            {"packet_established"},
+        ),
+        (
+            made_up(through_tc=THROUGH_TC._replace(costs={**COSTS, "other": PacketCost(0, 61)})),
+            {"packet_other"},
+        ),
+        (made_up(through_tc=THROUGH_TC._replace(reused_failed=1)), {"packets_failed"}),
+        (made_up(through_tc=THROUGH_TC._replace(unanswered=1)), {"packets_failed"}),
+        (made_up(through_tc=THROUGH_TC._replace(wrong=1)), {"packets_wrong"}),
+        (made_up(through_tc=THROUGH_TC._replace(bulk=0.94)), {"bulk"}),
     ],
     ids=[
         "nothing",
@@ -196,6 +263,13 @@ def made_up(
         "bytes that are read twice",
         "a failed connect under events",
         "an old endpoint under events",
+        "a slow connect through tc",
+        "a dear packet of an open flow",
+        "a dear packet of somebody else's",
+        "a failed connect from a port that came back",
+        "a connect through tc that nobody answered",
+        "a connect through tc that somebody else answered",
+        "a slow transfer",
     ],
 )
 def test_a_gate_is_missed_by(run: Measured, missed: set[str]) -> None:
@@ -204,8 +278,9 @@ def test_a_gate_is_missed_by(run: Measured, missed: set[str]) -> None:
 
 def test_a_guard_that_does_not_hold_is_a_refusal() -> None:
     timed = made_up().connects
-    assert not suite.refusal(timed)
-    assert "too busy" in suite.refusal(timed._replace(trusted=False))
+    assert not suite.refusal(timed, THROUGH_TC)
+    assert "too busy" in suite.refusal(timed._replace(trusted=False), THROUGH_TC)
+    assert "too busy" in suite.refusal(timed, THROUGH_TC._replace(trusted=False))
 
 
 # --- the command -------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ static __always_inline void fault(u32 what, u32 frontend, u32 backend)
 int read_once(struct __sk_buff *skb)
 {
 	struct frontend_key key = {};
-	struct backend_address to = {};
+	struct client client = { .path = PATH_SOCKET, .set = node_settings() };
+	struct choice chosen = {};
+	struct backend_address *to = &chosen.to;
 	struct frontend_value *frontend;
 	enum verdict verdict;
 	u32 class, number, id, dialled, address;
@@ -138,15 +140,18 @@ int read_once(struct __sk_buff *skb)
 		return 0;
 	}
 	/* One client in 64 has been here before: affinity is used, and also made. One is the host. */
-	verdict = choose(frontend, bpf_get_prandom_u32() & 63, &to);
+	client.who[0] = bpf_get_prandom_u32() & 63;
+	if (!client.set)
+		return 0;
+	verdict = choose(frontend, &client, &chosen);
 	if (verdict != FORWARD) {
 		fault(STRESS_REFUSED, dialled, verdict);
 		return 0;
 	}
 	note(STRESS_FOUND, 1, true);
-	address = bpf_ntohl(to.address[3]);
-	if (to.address[0] || to.address[1] || to.address[2] != bpf_htonl(0xffff) ||
-	    bpf_ntohs(to.port) != port_of(address))
+	address = bpf_ntohl(to->address[3]);
+	if (to->address[0] || to->address[1] || to->address[2] != bpf_htonl(0xffff) ||
+	    bpf_ntohs(to->port) != port_of(address))
 		fault(STRESS_TORN, dialled, address);
 	else if (!may_lead_to(class, number, (address >> 8) & 0xffff))
 		fault(STRESS_FOREIGN, dialled, address);

@@ -14,10 +14,14 @@ from tests.agents import EBPFLB, ROOT, AgentProcess
 
 
 class Agent(AgentProcess):
-    """``flags`` say whence; ``options`` are an AgentProcess's."""
+    """``flags`` say whence; ``options`` are an AgentProcess's.
+
+    It serves sockets alone: what becomes of packets does not depend on where Services come from.
+    """
 
     def __init__(self, node: Node, *flags: str, **options: Any) -> None:
-        super().__init__(node, node.lab.folder / f"agent-{node.name}.log", *flags, **options)
+        log = node.lab.folder / f"agent-{node.name}.log"
+        super().__init__(node, log, "--devices=", "--pod-devices=", *flags, **options)
 
     def faults(self) -> list[str]:
         """Lines of all its logs that no outage of an API server accounts for."""

@@ -7,17 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from ebpflb.lab import LabError, Node
 from ebpflb.lab import wait_until as wait_briefly
 from ebpflb.node import local_addresses
 from ebpflb.planner.options import PlannerOptions
-from tests.agents import EBPFLB, LOG_S, ROOT, AgentProcess, Entry
+from tests.agents import EBPFLB, LOG_S, ROOT, START_S, AgentProcess, Entry
 from tests.netns.kernel import Kernel
 from tests.netns.services import Manifests
 
-__all__ = ["EBPFLB", "OLD_KERNEL", "ROOT", "SMALL", "Agent", "wait_until"]
+__all__ = ["EBPFLB", "OLD_KERNEL", "ROOT", "SERVES_PACKETS", "SMALL", "Agent", "wait_until"]
 
 OLD_KERNEL: Final = (sys.executable, str(Path(__file__).with_name("old_kernel.py")))
 """The command that refuses as on kernels before 5.18."""
@@ -27,6 +27,9 @@ SMALL: Final = (
     "node_addrs=64"
 )
 """Sizes of maps that are quickly read; what a test has to say about sizes it says itself."""
+
+SERVES_PACKETS: Final = "packets are served"
+"""What an agent says when its programs are on the devices, and proved; after it serves sockets."""
 
 T = TypeVar("T")
 
@@ -57,6 +60,11 @@ class Agent(AgentProcess):
         self.manifests = manifests
         self._plans_by = PlannerOptions(node_name=node.name, **(plans_by or {}))
         self.kernel = Kernel(node.pin_path, node.cgroup_root)
+
+    def serving_packets(self) -> Self:
+        """Wait until its programs are on the devices too; it compiles them after it serves."""
+        self.serving().wait_for(SERVES_PACKETS, timeout_s=2 * START_S)
+        return self
 
     def complaints(self) -> list[Entry]:
         """What it has said as an error, and what is no line of its log at all."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,27 @@ from typing import Any
 import pytest
 
 from ebpflb.lab import Namespace
+from ebpflb.model import Family
 from tests.netns.services import Spec
 from tests.netns.sockets import Form
 from tests.netns.world import Handle, MakeService, MakeServices, OpenSocket, Way, World, served
+
+# Each of these starts agents on several nodes again and again: CI has no time for all of them.
+IN_FULL_ONLY = (
+    "test_bridges.py",
+    "test_forward_drop.py",
+    "test_mtu.py",
+    "test_overlay.py",
+    "test_packet_path.py",
+    "test_packet_policies.py",
+    "test_packet_restart.py",
+    "test_ping.py",
+    "test_port_reuse.py",
+    "test_reach_settings.py",
+    "test_two_uplinks.py",
+)
+
+collect_ignore = [] if os.environ.get("EBPFLB_TEST_FULL") else list(IN_FULL_ONLY)
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +86,13 @@ def open_socket(world: World) -> Iterator[OpenSocket]:
 def form(request: pytest.FixtureRequest) -> Form:
     """Each of the three ways to spell an address."""
     chosen: Form = request.param
+    return chosen
+
+
+@pytest.fixture(params=list(Family), ids=lambda family: family.label)
+def family(request: pytest.FixtureRequest) -> Family:
+    """Each of the two."""
+    chosen: Family = request.param
     return chosen
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -54,7 +55,8 @@ from tests.builders import (
     service_object,
     slice_object,
 )
-from tests.netns.agents import SMALL, Agent
+from tests.flows import made, only
+from tests.netns.agents import SERVES_PACKETS, SMALL, Agent
 from tests.netns.services import Endpoint, Manifests, Spec
 
 SMALL_SIZES = {
@@ -66,6 +68,10 @@ SMALL_SIZES = {
     "udp_conn": 16,
     "names": 16,
     "node_addrs": 16,
+    "flows_new": 16,
+    "conntrack": 16,
+    "source_ranges": 16,
+    "service_addrs": 64,
 }
 EVERY_MAP = [
     "frontends",
@@ -75,6 +81,12 @@ EVERY_MAP = [
     "affinity",
     "members",
     "udp_conn",
+    "flows_new",
+    "conntrack",
+    "fragments",
+    "source_ranges",
+    "service_addrs",
+    "devices",
     "connections",
     "stats",
     "probe",
@@ -268,9 +280,56 @@ def test_a_service_has_its_entries_of_every_map_and_no_others(pins: Path) -> Non
         "affinity": 0,
         "members": 3,
         "udp_conn": 0,
+        "flows_new": 0,
+        "conntrack": 0,
+        "source_ranges": 0,
         "connections": 2,
         "names": 2,
     }
+
+
+def test_a_flow_can_be_followed_from_the_client_to_the_backend_and_back(pins: Path) -> None:
+    web = id_of(pins, "default/web:http")
+    now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    times: dict[str, Any] = {"now_ns": now_ns, "idle": (5, 5), "created_ns": now_ns - 60 * 10**9}
+    whole = made(Protocol.TCP, backend=(pod_ip(1), 8080), port_at_backend=1234, id=web, **times)
+    ends: dict[str, Any] = {"client": ("fd60::9", 5), "frontend": ("fd50::1", 80)}
+    half = only(made(Protocol.TCP, **ends, id=web, **times), "forward")
+    foreign = made(Protocol.UDP, frontend=(node_ip(1), 30080), foreign=True, **times)
+    for flow in (whole, half, foreign):
+        for key, value in flow.items:
+            write(pins, "conntrack", key, value)
+    first, *others = as_json("map", "dump", "conntrack", "--pin-path", pins)["conntrack"]
+    assert 5.0 <= first.pop("idle_seconds") < first.pop("age_seconds") < 120.0
+    assert first == {
+        "protocol": "TCP",
+        "client": "192.0.2.9",
+        "client_port": 40000,
+        "frontend": "10.96.0.10",
+        "frontend_port": 80,
+        "backend": pod_ip(1),
+        "backend_port": 8080,
+        "port_at_backend": 1234,
+        "state": "open",
+        "flags": [],
+        "halves": ["forward", "reverse"],
+        "id": web,
+        "service": "default/web:http",
+    }
+    assert [(row["halves"], row["state"]) for row in others] == [
+        (["forward"], "open"),
+        (["forward"], "foreign"),
+    ]
+    of_web = ("map", "dump", "conntrack", "--service", "default/web", "--pin-path", pins)
+    assert len(as_json(*of_web)["conntrack"]) == 2
+    lines = ebpflb("map", "dump", "conntrack", "--pin-path", pins).stdout.splitlines()
+    assert lines[0] == f"conntrack  3 flows, 4 of {SMALL_SIZES['conntrack']} entries"
+    cells = [re.split(r"  +", line) for line in lines[3:]]
+    assert cells[0][1:5] == [
+        *("192.0.2.9:40000 (as 1234)", "10.96.0.10:80", f"{pod_ip(1)}:8080", "open")
+    ]
+    assert (cells[1][1], cells[1][-2]) == ("[fd60::9]:5", "no reverse")
+    assert cells[2][2:5] == [f"{node_ip(1)}:30080", "-", "foreign"]
 
 
 def test_yaml_and_table_say_what_json_says(pins: Path) -> None:
@@ -477,7 +536,10 @@ def test_status_of_maps_alone_names_every_hook(pins: Path) -> None:
     assert used["names"] == (4, 16)
     assert used["sock_peer"] == (None, None)
     assert used["connections"] == (None, 16)
-    assert all(one["bytes"] > 0 for one in found["maps"])
+    assert used["source_ranges"] == (0, 16)
+    assert used["service_addrs"] == (7, 64)
+    weightless = {one["map"] for one in found["maps"] if not one["bytes"]}
+    assert weightless <= {"source_ranges"}, "an empty trie takes nothing"
 
 
 def test_a_full_map_is_a_problem(pin_path: Path) -> None:
@@ -583,6 +645,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         manifests.put(SERVED, UNSERVED)
         with Agent(node, manifests, "--map-size", SMALL) as agent:
             agent.settle()
+            agent.wait_for(SERVES_PACKETS)
             yield Site(node, agent)
 
 
@@ -591,6 +654,7 @@ def site(lab: Site) -> Site:
     """The agent runs and follows its two Services, whatever the test before has done."""
     if not lab.agent.alive:
         lab.agent.start()
+    lab.agent.wait_for(SERVES_PACKETS)
     lab.agent.manifests.clear()
     lab.agent.manifests.put(SERVED, UNSERVED)
     lab.agent.settle()
@@ -637,6 +701,10 @@ def test_check_finds_what_the_agent_was_not_told(site: Site, tmp_path: Path) -> 
         ("default/empty:tcp-80", "ports"),
         ("default/empty:tcp-80", "frontends"),
         ("default/more:tcp-80", "ports"),
+        ("", "service_addrs"),
+    }
+    assert {one["what"] for one in found if one["where"] == "service_addrs"} == {
+        *(cluster_ip(11), cluster_ip(12))
     }
     table = site.run("check", "--manifests", str(truth.folder))
     assert table.exit_code == 1
@@ -702,7 +770,7 @@ def test_programs_on_other_maps_than_the_pinned_ones_are_found(site: Site) -> No
     assert {one["where"] for one in found} >= {"hook connect4", "hook sendmsg6"}
     assert {one["what"] for one in found} == {"maps"}
     assert site.json("status", code=1)["problems"]
-    site.agent.start()
+    site.agent.start().wait_for(SERVES_PACKETS)
     assert site.json("check") == []
 
 
@@ -755,7 +823,15 @@ def test_every_frontend_is_shown_and_compared(site: Site) -> None:
         ("LoadBalancer", "external"),
     }
     (port,) = site.json("map", "dump", "ports", "--service", "default/lb")["ports"]
-    assert port["flags"] == ["external_local", "lb_no_pods", "lb_no_host"]
+    assert port["flags"] == ["external_local", "lb_no_pods", "lb_no_host", "lb_ranges"]
+    (let_in,) = site.json("map", "dump", "source_ranges", "--service", "default/lb")[
+        "source_ranges"
+    ]
+    assert (let_in["network"], let_in["service"]) == ("192.0.2.0/24", "default/lb:http")
+    addresses = site.json("map", "dump", "service_addrs")["service_addrs"]
+    assert [row["role"] for row in addresses if row["address"] == "203.0.113.9"] == [
+        *("known", "answers")
+    ]
     found = site.json("status")
     assert site.node.ipv4 in found["node_ports"]["addresses"]
     assert found["warnings"] == []
@@ -808,11 +884,13 @@ except OSError as error:
     site.agent.end()
     result = site.run("cleanup")
     assert (result.exit_code, result.stderr) == (0, "")
-    first, second, third, *_ = result.stdout.splitlines()
-    assert first.split()[:2] == ["detached", "connect6"]
-    assert len(first.split()) == 1 + len(HOOKS)
-    assert second.startswith("removed   affinity ")
-    assert third == f"removed   {site.node.pin_path}"
+    links, devices, rules, maps, folder, *_ = result.stdout.splitlines()
+    assert links.split()[:2] == ["detached", "connect6"]
+    assert len(links.split()) == 1 + len(HOOKS)
+    assert devices == "detached  eth0 egress, eth0 ingress"
+    assert rules == "removed   our rules in netfilter"
+    assert maps.startswith("removed   affinity ")
+    assert folder == f"removed   {site.node.pin_path}"
     assert "Services are no longer translated" in result.stdout
     assert site.node.run(dial).stdout.strip() != str(errno.ECONNREFUSED)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from ebpflb.lab import Lab, LabError, Node, Outcome, addresses, janitor, wait_until
+from ebpflb.lab import Lab, LabError, Node, Outcome, Question, addresses, janitor, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,7 @@ class Cluster:
         self.x = lab.external("x")
         self.n2 = lab.node("n2", pod_links=pod_links)
         self.p1 = self.n1.pod("p1")
+        self.vm = self.n1.pod("vm", virtual=True)
         self.be1 = self.n1.pod("be1")
         self.be2 = self.n2.pod("be2")
         self.servers = {
@@ -79,6 +80,8 @@ PATHS = [
     pytest.param("p1", "be1", id="pod to pod of the same node"),
     pytest.param("p1", "be2", id="pod to pod of another node"),
     pytest.param("p1", "p1", id="pod to itself"),
+    pytest.param("vm", "be1", id="virtual pod to pod of the same node"),
+    pytest.param("vm", "be2", id="virtual pod to pod of another node"),
     pytest.param("p1", "n1", id="pod to its node"),
     pytest.param("p1", "n2", id="pod to another node"),
     pytest.param("p1", "x", id="pod to the outside"),
@@ -140,7 +143,7 @@ def spelt(host: str, port: int) -> str:
 
 @pytest.mark.parametrize(
     ("who", "folder"),
-    [("p1", "n1/pods/p1"), ("n1", "n1/host"), ("x", "outside/x")],
+    [("p1", "n1/pods/p1"), ("n1", "n1/host"), ("x", "outside/x"), ("vm", "outside/vm")],
 )
 def test_a_program_is_in_its_cgroup_and_namespace(plain: Cluster, who: str, folder: str) -> None:
     place = getattr(plain, who)
@@ -268,6 +271,19 @@ def test_many_short_connections(plain: Cluster) -> None:
     assert backend(outcome) == "be2"
 
 
+def test_many_questions_at_once_are_answered_in_their_order(plain: Cluster) -> None:
+    both = [(plain.be1, "be1"), (plain.be2, "be2")] * 40
+    questions = [Question("tcp", place.ipv4, 80) for place, _ in both]
+    questions += [Question("udp", place.ipv6, 53, {"connected": True}) for place, _ in both]
+    questions += [Question("ping", place.ipv4) for place, _ in both]
+    outcomes = plain.p1.at_once(questions)
+    assert [backend(one) for one in outcomes[:160]] == [name for _, name in both] * 2
+    assert all(one.good == 1 for one in outcomes[160:])
+    silent = plain.p1.at_once([Question("tcp", plain.be1.ipv4, 81), Question("ping", "10.96.0.1")])
+    assert [one.errors for one in silent] == [{"ECONNREFUSED": 1}, {"TIMEOUT": 1}]
+    assert plain.p1.at_once([]) == []
+
+
 @pytest.mark.parametrize("how", ["sendto", "connect"])
 def test_tcp_fast_open(plain: Cluster, how: Literal["sendto", "connect"]) -> None:
     # Whichever comes first asks for the cookie, and has no data in its SYN.
@@ -385,6 +401,39 @@ def test_a_path_with_a_small_mtu_beyond_the_router(plain: Cluster) -> None:
 
 
 # --- what stays behind ------------------------------------------------------------------------
+
+
+def test_two_namespaces_are_joined_without_an_ethernet_header(plain: Cluster) -> None:
+    far = plain.lab.namespace("far")
+    try:
+        carrier = plain.lab.tunnel(plain.n1, "tun0", far, "tun0", mtu=1400)
+    except OSError:
+        pytest.skip("kernel lacks tun devices")
+    with carrier:
+        for place, ipv4, ipv6 in (
+            (plain.n1, "172.31.0.1", "fd31::1"),
+            (far, "172.31.0.2", "fd31::2"),
+        ):
+            place.address(f"{ipv4}/24", device="tun0")
+            place.address(f"{ipv6}/64", device="tun0")
+        with far.serve(tcp=[80], udp=[53]):
+            for host in ("172.31.0.2", "fd31::2"):
+                assert plain.n1.tcp(host, 80, size=200_000).good == 1
+                assert plain.n1.udp(host, 53, size=5_000).good == 1
+    wait_until(
+        lambda: "tun0" not in far.links(lambda links: links.names()),
+        what="it goes with its carrier",
+    )
+
+
+def test_offloads_are_switched(plain: Cluster) -> None:
+    """Without them what leaves a veth is cut into packets of its MTU."""
+    for on in (False, True):
+        plain.p1.offload(on=on)
+        with plain.be1.capture() as capture:
+            assert plain.p1.tcp(plain.be1.ipv4, 80, size=300_000).good == 1
+            (flow,) = capture.flows(direction="in", protocol="tcp")
+        assert (flow["bytes"] / flow["packets"] > 1500) is on
 
 
 def test_nothing_stays_after_the_end() -> None:
@@ -559,7 +608,7 @@ def test_who_does_not_answer_is_replaced(plain: Cluster) -> None:
     assert plain.p1._worker is not None
     plain.p1._worker.signal(signal.SIGSTOP)
     with pytest.raises(LabError, match="client p1 said nothing"):
-        plain.p1._perform(["tcp", plain.be1.ipv4, "80"], timeout_s=0.1)
+        plain.p1._client().perform(["tcp", plain.be1.ipv4, "80"], timeout_s=0.1)
     assert backend(plain.p1.tcp(plain.be2.ipv4, 80)) == "be2"
 
 

@@ -94,6 +94,37 @@ def _outside(number: int, ipv4: str, ipv6: str) -> tuple[str, str]:
     return f"{ipv4}.{number % 256}", f"{ipv6}::{number:x}"
 
 
+def new_spec(
+    *,
+    endpoints: tuple[Endpoint, ...] | None = None,
+    pods: Sequence[Pod] = (),
+    tcp: Mapping[int, int] | None = None,
+    udp: Mapping[int, int] | None = None,
+    node_port: bool = False,
+    external: bool = False,
+    balanced: bool = False,
+    **more: Any,
+) -> Spec:
+    """A Service with a name and addresses of its own: TCP 80 and UDP 53 by default.
+
+    ``node_port``, ``external``, ``balanced``: with a NodePort, with external addresses, with a
+    load balancer's (and a NodePort), in both families.
+    """
+    number = next(_numbers)
+    return Spec(
+        name=f"s{number}",
+        ipv4=cluster_ip(number),
+        ipv6=cluster_ip(number, Family.IPV6),
+        tcp={80: TCP_PORT} if tcp is None else tcp,
+        udp={53: UDP_PORT} if udp is None else udp,
+        endpoints=ready(*pods) if endpoints is None else endpoints,
+        node_port=30_000 + number if node_port or balanced else 0,
+        external_ips=_outside(number, "198.51.100", "fd98") if external else (),
+        ingress_ips=_outside(number, "203.0.113", "fd99") if balanced else (),
+        **more,
+    )
+
+
 class Way(enum.Enum):
     """How a client asks: each question may be given another backend."""
 
@@ -107,7 +138,7 @@ class Way(enum.Enum):
 
     @property
     def port(self) -> int:
-        """That of a Service as ``World.spec`` makes it."""
+        """That of a Service as ``new_spec`` makes it."""
         return 80 if self is Way.TCP else 53
 
     def ask(
@@ -121,6 +152,9 @@ class Way(enum.Enum):
 
 class World:
     """``p1`` and ``p2`` dial, ``be1`` … ``be4`` answer, ``node`` runs the agent.
+
+    The agent serves sockets alone, unless ``flags`` say otherwise: what only packets can decide is
+    refused, as on a node whose devices have no programs.
 
     Every backend serves TCP and UDP 8080, and UDP 9001 to 9010.
     """
@@ -149,6 +183,7 @@ class World:
             self.node,
             Manifests(folder / "manifests"),
             *("--map-size", SMALL),
+            *("--devices=", "--pod-devices="),
             *(["--tcp-peer-name"] if tcp_peer_name else []),
             *flags,
             command=command,
@@ -173,36 +208,9 @@ class World:
         pods = {pod.name: pod for pod in self.backends}
         return {form.spelt(pods[who], TCP_PORT): n for who, n in outcome.backends.items()}
 
-    def spec(
-        self,
-        *,
-        endpoints: tuple[Endpoint, ...] | None = None,
-        pods: Sequence[Pod] = (),
-        tcp: Mapping[int, int] | None = None,
-        udp: Mapping[int, int] | None = None,
-        node_port: bool = False,
-        external: bool = False,
-        balanced: bool = False,
-        **more: Any,
-    ) -> Spec:
-        """A Service with a name and addresses of its own: TCP 80 and UDP 53 by default.
-
-        ``node_port``, ``external``, ``balanced``: with a NodePort, with external addresses, with a
-        load balancer's (and a NodePort), in both families.
-        """
-        number = next(_numbers)
-        return Spec(
-            name=f"s{number}",
-            ipv4=cluster_ip(number),
-            ipv6=cluster_ip(number, Family.IPV6),
-            tcp={80: TCP_PORT} if tcp is None else tcp,
-            udp={53: UDP_PORT} if udp is None else udp,
-            endpoints=ready(*pods) if endpoints is None else endpoints,
-            node_port=30_000 + number if node_port or balanced else 0,
-            external_ips=_outside(number, "198.51.100", "fd98") if external else (),
-            ingress_ips=_outside(number, "203.0.113", "fd99") if balanced else (),
-            **more,
-        )
+    def spec(self, **options: Any) -> Spec:
+        """See ``new_spec``."""
+        return new_spec(**options)
 
     def services(self, *specs: Spec) -> list[Handle]:
         """Serve some Services, all at once."""

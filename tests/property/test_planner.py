@@ -77,6 +77,8 @@ OPTIONS = st.builds(
     allow_external_ips=st.sampled_from([True, True, False]),
     detect_local_mode=st.sampled_from(["ClusterCIDR", "NodeCIDR", "BridgeInterface"]),
     cluster_cidrs=st.sampled_from([(), ("10.244.0.0/16",)]),
+    pod_bridge=st.just("cni0"),
+    masquerade_all=st.booleans(),
     bind_address=st.sampled_from(["", "0.0.0.0", "10.1.0.9"]),
 )
 

@@ -3,8 +3,8 @@
 After every single map operation each frontend must lead only to backends of its own service port,
 also for readers that began long ago; `tests/memory_tables.py` asks them. And each client, chosen
 for as `bpf/lookup.h` does it, must be led as one plan says that is in force, still or already,
-never as a mixture of two. When nothing fails any more, the tables must equal the plan, and another
-sync or a restart must write nothing.
+never as a mixture of two; so must each packet be, by its source. When nothing fails any more, the
+tables must equal the plan, and another sync or a restart must write nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from ebpflb.datapath.ebpf import abi, audit
-from ebpflb.datapath.ebpf.encode import encode_frontend, encode_node_addresses, setting_flags
+from ebpflb.datapath.ebpf.encode import (
+    BY_NET,
+    encode_frontend,
+    encode_node_addresses,
+    encode_service_addresses,
+    encode_subnets,
+    setting_flags,
+)
 from ebpflb.datapath.ebpf.tables import (
     BACKEND,
     CLUSTER,
@@ -38,7 +45,9 @@ from ebpflb.datapath.ebpf.tables import (
     PORT_INTERNAL_LOCAL,
     PORT_LB_NO_HOST,
     PORT_LB_NO_PODS,
+    PORT_LB_RANGES,
     SETS,
+    SOURCE_RANGE_KEY,
     index_of,
     read,
     unpack_word,
@@ -54,14 +63,17 @@ from ebpflb.model import (
     NodePorts,
     Plan,
     PlannedPort,
+    PodDetector,
     Policy,
     Protocol,
     Selection,
     ServicePortName,
     Verdict,
+    parse_address,
     parse_network,
     unspecified,
 )
+from tests.builders import by_network
 from tests.memory_tables import CrashError, ManualGate, MemoryTables, v4
 
 NAMES = [
@@ -86,6 +98,24 @@ def selection(chosen: Iterable[Backend], *, nothing: Verdict = Verdict.REJECT) -
     return Selection(Verdict.FORWARD if backends else nothing, backends)
 
 
+RANGES = [
+    (),
+    ("10.0.0.0/8",),
+    ("10.1.0.0/16",),
+    ("10.1.0.0/16", "172.16.0.0/12"),
+    ("0.0.0.0/1", "172.16.1.0/24"),
+    ("192.0.2.0/24",),
+]
+DETECTORS = [
+    PodDetector(),
+    PodDetector(bridge="cni0"),
+    by_network("10.244.0.0/16"),
+    by_network("10.244.0.0/24"),
+    by_network("fd00::/48"),
+    by_network("10.244.0.0/16", "fd00:1::/64"),
+]
+
+
 @st.composite
 def planned_ports(draw: st.DrawFn, name: ServicePortName) -> PlannedPort:
     numbers = draw(st.sets(st.integers(1, 6), max_size=6))
@@ -102,7 +132,7 @@ def planned_ports(draw: st.DrawFn, name: ServicePortName) -> PlannedPort:
         frontends.add(Frontend(v4(192, 0, 2, 1), 80, name.protocol, outside))
         wildcard = unspecified(Family.IPV4)
         frontends.add(Frontend(wildcard, 30080, name.protocol, FrontendKind.NODE_PORT))
-    ranges = draw(st.sampled_from([(), ("10.0.0.0/8",)]))
+    ranges = draw(st.sampled_from(RANGES))
     return PlannedPort(
         name=name,
         frontends=tuple(sorted(frontends, key=lambda f: f.address)),
@@ -124,11 +154,27 @@ def planned_ports(draw: st.DrawFn, name: ServicePortName) -> PlannedPort:
 
 
 class Client(enum.Enum):
-    """Who dials; ``STRANGER`` is a pod where pods cannot be told from the outside (POL-06)."""
+    """Who dials, at a socket or by packets from the address that is its value.
+
+    ``STRANGER`` is a pod where pods cannot be told from the outside (POL-06); packets come from
+    outside.
+    """
 
     HOST = enum.auto()
     POD = enum.auto()
     STRANGER = enum.auto()
+    NEAR = "10.1.2.3"
+    FAR = "10.200.0.1"
+    OTHER = "172.16.5.5"
+    BALANCER = "192.0.2.1"
+
+    @property
+    def source(self) -> Address | None:
+        return parse_address(self.value) if isinstance(self.value, str) else None
+
+    @property
+    def is_outside(self) -> bool:
+        return self is Client.STRANGER or self.source is not None
 
 
 class View(NamedTuple):
@@ -151,29 +197,35 @@ KEPT_OUT = View(-1, frozenset())
 """Refused by source ranges."""
 
 
-def planned_set(planned: PlannedPort, chosen: Selection) -> View:
+def planned_set(planned: PlannedPort, chosen: Selection, client: Client) -> View:
     flags = _VERDICTS[chosen.verdict]
     flags |= _AFFINITY if planned.affinity_s else 0
-    flags |= 0 if planned.socket_lb else _UNTOUCHED
+    flags |= 0 if planned.socket_lb or client.source else _UNTOUCHED
     return View(flags, frozenset(one.address for one in chosen.backends))
 
 
 def planned_view(planned: PlannedPort, kind: FrontendKind, client: Client) -> View:
     """POL-01 to -06, LB-05"""
-    if planned.socket_lb and is_kept_out(planned, kind, client):
+    if (planned.socket_lb or client.source) and is_kept_out(planned, kind, client):
         return KEPT_OUT
     if kind is FrontendKind.CLUSTER_IP:
-        return planned_set(planned, planned.internal)
-    if client is Client.STRANGER and planned.external_policy is Policy.LOCAL:
-        return planned_set(planned, planned.local)
-    return planned_set(planned, planned.cluster)
+        return planned_set(planned, planned.internal, client)
+    if client.is_outside and planned.external_policy is Policy.LOCAL:
+        return planned_set(planned, planned.local, client)
+    return planned_set(planned, planned.cluster, client)
 
 
 def is_kept_out(planned: PlannedPort, kind: FrontendKind, client: Client) -> bool:
-    """LB-05, LB-06"""
+    """LB-05 to -07"""
     if kind is not FrontendKind.LOAD_BALANCER or not planned.source_ranges:
         return False
-    return client is not Client.HOST or not planned.node_in_ranges
+    if client.source is None:
+        return client is not Client.HOST or not planned.node_in_ranges
+    if planned.node_in_ranges and any(
+        one.address == client.source and one.kind is kind for one in planned.frontends
+    ):
+        return False
+    return not any(client.source in network for network in planned.source_ranges)
 
 
 def actual_view(tables: MemoryTables, value: bytes, client: Client) -> View:
@@ -183,7 +235,7 @@ def actual_view(tables: MemoryTables, value: bytes, client: Client) -> View:
     if frontend.scope == INTERNAL:
         which = LOCAL if port.flags & PORT_INTERNAL_LOCAL else CLUSTER
     else:
-        outside = port.flags & PORT_EXTERNAL_LOCAL and client is Client.STRANGER
+        outside = port.flags & PORT_EXTERNAL_LOCAL and client.is_outside
         which = LOCAL if outside else CLUSTER
     word = unpack_word(struct.unpack(f"={SETS}Q", port.word)[which])
     raw = tables.read_backends(word.base, word.length)
@@ -192,11 +244,25 @@ def actual_view(tables: MemoryTables, value: bytes, client: Client) -> View:
         for slot in slots:
             member = MEMBER_KEY.pack(slot.address, slot.port, which, frontend.id)
             assert tables.members.lookup(member) is not None, "a backend is not yet a member"
-    closed = port.flags & (PORT_LB_NO_HOST if client is Client.HOST else PORT_LB_NO_PODS)
+    targets = frozenset(slot.address for slot in slots)
     is_balancer = KINDS[frontend.kind] is FrontendKind.LOAD_BALANCER
+    if client.source is not None:
+        closed = port.flags & PORT_LB_RANGES and not is_in_trie(tables, port.id, client.source)
+        return KEPT_OUT if is_balancer and closed else View(word.flags & ~_UNTOUCHED, targets)
+    closed = port.flags & (PORT_LB_NO_HOST if client is Client.HOST else PORT_LB_NO_PODS)
     if is_balancer and closed and not word.flags & _UNTOUCHED:
         return KEPT_OUT
-    return View(word.flags, frozenset(slot.address for slot in slots))
+    return View(word.flags, targets)
+
+
+def is_in_trie(tables: MemoryTables, service_port_id: int, source: Address) -> bool:
+    """As the kernel looks up {id, source} in `source_ranges`."""
+    wanted = int.from_bytes(struct.pack("=I", service_port_id) + source)
+    for key in dict(tables.source_ranges.items()):
+        shift = 8 * (len(key) - 4) - SOURCE_RANGE_KEY.unpack(key).bits
+        if wanted >> shift == int.from_bytes(key[4:]) >> shift:
+            return True
+    return False
 
 
 def change_places(plans: Iterable[PlannedPort]) -> bool:
@@ -219,6 +285,16 @@ def without_conflicts(
     return result
 
 
+def addresses_of_any(plans: Iterable[PlannedPort]) -> frozenset[bytes]:
+    """What `service_addrs` may hold for a service port, whichever of its plans is in force.
+
+    A frontend that leaves, or has left, leads for a while where another plan leads.
+    """
+    frontends = tuple({one for planned in plans for one in planned.frontends})
+    ports = [replace(planned, frontends=frontends) for planned in plans]
+    return frozenset[bytes]().union(*(encode_service_addresses(Plan({p.name: p})) for p in ports))
+
+
 def _identity(frontend: Frontend) -> tuple[bytes, int, int]:
     return frontend.address, frontend.port, frontend.protocol
 
@@ -234,7 +310,9 @@ class Syncs(RuleBasedStateMachine):
         self.ports: dict[ServicePortName, PlannedPort] = {}
         self.changed: set[ServicePortName] = set()
         self.addresses: frozenset[Address] = frozenset()
-        self.tells_pods: frozenset[Family] = frozenset()
+        self.pods = PodDetector()
+        self.masquerade_all = False
+        self.has_failed = False
         # Plans that may be in force, still or already, of each service port and of the node.
         self.in_force: dict[ServicePortName, list[PlannedPort]] = {name: [] for name in NAMES}
         self.of_node: list[Plan] = [self.plan]
@@ -244,8 +322,9 @@ class Syncs(RuleBasedStateMachine):
     def plan(self) -> Plan:
         return Plan(
             without_conflicts(self.ports),
-            node_ports=NodePorts(self.addresses, self.tells_pods),
-            tells_pods=self.tells_pods,
+            node_ports=NodePorts(self.addresses, self.pods.families),
+            pods=self.pods,
+            masquerade_all=self.masquerade_all,
         )
 
     @rule(data=st.data(), name=st.sampled_from(NAMES))
@@ -277,11 +356,15 @@ class Syncs(RuleBasedStateMachine):
 
     @rule(
         last_octets=st.sets(st.integers(1, 4)),
-        tells_pods=st.sets(st.sampled_from(Family)).map(frozenset),
+        pods=st.sampled_from(DETECTORS),
+        masquerade_all=st.booleans(),
     )
-    def change_node(self, last_octets: set[int], tells_pods: frozenset[Family]) -> None:
+    def change_node(
+        self, last_octets: set[int], pods: PodDetector, *, masquerade_all: bool
+    ) -> None:
         self.addresses = frozenset(v4(192, 0, 2, number) for number in last_octets)
-        self.tells_pods = tells_pods
+        self.pods = pods
+        self.masquerade_all = masquerade_all
         self.of_node.append(self.plan)
 
     def _look(self) -> None:
@@ -304,18 +387,37 @@ class Syncs(RuleBasedStateMachine):
                 allowed = {planned_view(planned, kind, client) for planned in plans}
                 if change_places(plans):
                     allowed |= {
-                        planned_set(planned, one)
+                        planned_set(planned, one, client)
                         for planned in plans
                         if planned_view(planned, kind, client) is not KEPT_OUT
                         for one in (planned.cluster, planned.local)
                     }
+                # Of a Service that sockets leave alone the flag is there for the node's packets.
+                if client is Client.HOST and any(is_kept_out(p, kind, client) for p in plans):
+                    allowed.add(KEPT_OUT)
+                if self.has_failed and client.source:  # what has no room keeps its sources out
+                    allowed.add(KEPT_OUT)
                 assert seen in allowed, f"{client} {seen}"
                 if all(planned_view(planned, kind, client) is KEPT_OUT for planned in having):
                     assert seen is KEPT_OUT or seen.flags & _UNTOUCHED, f"{client} is let in"
         addresses = {key for key, _ in self.tables.node_addrs.items()}
         wanted = [encode_node_addresses(plan) for plan in self.of_node]
         assert frozenset.intersection(*wanted) <= addresses <= frozenset.union(*wanted)
-        assert self.tables.read_flags() in map(setting_flags, self.of_node)
+        self._look_at_services_addresses()
+        flags, subnets = self.tables.read_flags(), self.tables.read_subnets()
+        if not flags & BY_NET:  # while the subnets change
+            assert flags in {setting_flags(plan) & ~BY_NET for plan in self.of_node}
+        else:
+            told = [(setting_flags(plan), encode_subnets(plan)) for plan in self.of_node]
+            assert flags in {told_flags for told_flags, _ in told}
+            assert subnets in {told_subnets for _, told_subnets in told}
+
+    def _look_at_services_addresses(self) -> None:
+        """Nothing is known, and nothing answers, but for one of the plans in force."""
+        known = {key for key, _ in self.tables.service_addrs.items()}
+        if not any(map(change_places, self.in_force.values())):
+            allowed = frozenset[bytes]().union(*map(addresses_of_any, self.in_force.values()))
+            assert known <= allowed
 
     def _settled(self, unsettled: set[ServicePortName], *, everything: bool) -> None:
         """After a sync: what it was told of is in force, but for these."""
@@ -324,6 +426,7 @@ class Syncs(RuleBasedStateMachine):
                 self.in_force[name] = [self.plan.ports[name]] if name in self.plan.ports else []
         if not unsettled:
             self.of_node = [self.plan]
+            self.has_failed &= not everything
 
     @rule(everything=st.booleans())
     def sync(self, *, everything: bool) -> None:
@@ -334,6 +437,7 @@ class Syncs(RuleBasedStateMachine):
     @rule(operations=st.integers(1, 12), everything=st.booleans())
     def sync_that_fails(self, *, operations: int, everything: bool) -> None:
         self.tables.fail_at = self.tables.operations + operations
+        self.has_failed = True
         try:
             report = self.writer.sync(self.plan, None if everything else self.changed)
         except DatapathError:
@@ -389,6 +493,9 @@ class Syncs(RuleBasedStateMachine):
         assert audit.differences(self.plan, snapshot) == [], when
         assert set(snapshot.node_addrs) == self.addresses, when
         assert snapshot.flags == setting_flags(self.plan), when
+        assert set(snapshot.service_addrs) == encode_service_addresses(self.plan), when
+        assert self.writer.service_addresses_used == len(snapshot.service_addrs), when
+        assert self.writer.source_ranges_used == len(snapshot.source_ranges), when
         assert self.writer.matches(), when
         assert self.writer.sync(self.plan, None).writes == 0, when
         used = {one for p in self.writer._ports.values() for one in p.ranges()}

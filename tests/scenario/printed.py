@@ -6,8 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ebpflb.datapath.ebpf import abi
-from ebpflb.datapath.ebpf.rows import flag_words
-from ebpflb.datapath.ebpf.tables import KIND_PROBE, KINDS, PORT_IPV6, BackendEntry, Snapshot
+from ebpflb.datapath.ebpf.rows import flag_words, subnet_text
+from ebpflb.datapath.ebpf.tables import (
+    KIND_PROBE,
+    KINDS,
+    PORT_IPV6,
+    SERVICE_ADDRESS_KEY,
+    BackendEntry,
+    Snapshot,
+)
 from ebpflb.model import (
     Backend,
     Frontend,
@@ -25,12 +32,15 @@ from ebpflb.model import (
 
 _SCOPES = abi.names_of("SCOPE_")
 _PORT_FLAGS = abi.names_of("PORT_")
+_ADDRESS_ROLES = abi.names_of("ADDRESS_")
+_SETTING_FLAGS = abi.names_of("SETTING_")
 
 
 def plan_text(plan: Plan) -> str:
     """All of it, a paragraph for each service port; ``nothing`` where there is none.
 
-    Where NodePorts answer is said where there are any.
+    Where NodePorts answer is said where there are any, and by what pods are told where something
+    does.
     """
     lines = [line for name in sorted(plan.ports) for line in _port(plan.ports[name])]
     dialled = [one for port in plan.ports.values() for one in port.frontends]
@@ -39,6 +49,11 @@ def plan_text(plan: Plan) -> str:
         loopback = [f"loopback-{family.label}" for family in sorted(where.loopback)]
         addresses = map(format_address, sorted(where.addresses))
         lines.append(" ".join(["node-ports", *addresses, *loopback]))
+    told_by = [*map(str, plan.pods.networks), plan.pods.bridge, plan.pods.device_prefix]
+    if told := [one for one in told_by if one]:
+        lines.append(" ".join(["pods-by", *told]))
+    if plan.masquerade_all:
+        lines.append("masquerade-all")
     for key, check in sorted(plan.health_checks.items()):
         lines.append(f"health {key.namespace}/{key.name} at {check.port}: {check.endpoints}")
     return "\n".join(lines) or "nothing"
@@ -90,9 +105,10 @@ def _backends(backends: Iterable[Backend | BackendEntry]) -> str:
 
 
 def map_lines(snapshot: Snapshot) -> list[str]:
-    """Frontends, sets and the node's addresses as the kernel would act on them.
+    """What the kernel would act on, a line each.
 
-    The flags of a service port are said where there are any but its family's.
+    The flags of a service port are said where there are any but its family's, those of the node
+    where there are any, with the networks of its pods.
     """
     names = {port.id: port.name for port in snapshot.ports if port.name}
     lines = []
@@ -114,5 +130,17 @@ def map_lines(snapshot: Snapshot) -> list[str]:
             ("local", snapshot.local[port.id]),
         ):
             lines.append(f"{word} {_words(port.name)}: {_backends(entries) or 'none'}")
+        if ranges := [str(one.network) for one in snapshot.source_ranges if one.id == port.id]:
+            lines.append(f"source_ranges {_words(port.name)}: {', '.join(sorted(ranges))}")
     lines += [f"node_addrs {format_address(one)}" for one in snapshot.node_addrs]
+    addresses: dict[bytes, list[str]] = {}
+    for entry in map(SERVICE_ADDRESS_KEY.unpack, snapshot.service_addrs):
+        addresses.setdefault(entry.address, []).append(_ADDRESS_ROLES[entry.role])
+    lines += [
+        f"service_addrs {format_address(address)}: {' '.join(roles)}"
+        for address, roles in sorted(addresses.items())
+    ]
+    if words := flag_words(snapshot.flags, _SETTING_FLAGS):
+        pods = [text for text in map(subnet_text, snapshot.subnets) if text]
+        lines.append(f"settings {' '.join(words)}" + (f": {', '.join(pods)}" if pods else ""))
     return lines

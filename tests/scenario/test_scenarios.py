@@ -41,6 +41,10 @@ SMALL = {
     "udp_conn": 16,
     "names": 64,
     "node_addrs": 64,
+    "flows_new": 16,
+    "conntrack": 16,
+    "source_ranges": 64,
+    "service_addrs": 256,
 }
 ROUNDS = 8
 """A change waits for a few grace periods at most."""
@@ -102,7 +106,7 @@ class Run:
         self._follow()
 
     def _follow(self) -> None:
-        """Plan and write; then everything must agree."""
+        """Plan and write; then everything must agree, and there is no more to write."""
         update = self.planner.update()
         changed = update.changed
         for _ in range(ROUNDS):
@@ -110,7 +114,7 @@ class Run:
             assert report.failed == {}
             changed = report.deferred
             self._grace()
-            if not changed:
+            if not report.writes and not changed:
                 break
         assert not changed, f"{changed} still wait"
         fresh = Planner(self.options)
@@ -158,11 +162,12 @@ def tell(path: Path, tables: Tables) -> None:
 
 
 @contextlib.contextmanager
-def kernel_tables() -> Iterator[Tables]:
+def kernel_tables(**more: int) -> Iterator[Tables]:
+    """Tables of the kernel's, small but for ``more`` sizes."""
     folder = PinFolder(Path(f"/sys/fs/bpf/ebpflb-story-{os.getpid()}-{uuid.uuid4().hex[:8]}"))
     folder.create()
     try:
-        maps = folder.open_or_create(sizes(SMALL))
+        maps = folder.open_or_create(sizes(SMALL | more))
         with contextlib.closing(KernelTables(maps)) as tables, contextlib.ExitStack() as stack:
             for one in maps.values():
                 stack.callback(one.close)

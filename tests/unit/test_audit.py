@@ -20,6 +20,7 @@ from ebpflb.model import (
     NodePorts,
     Plan,
     PlannedPort,
+    PodDetector,
     Policy,
     Protocol,
     Selection,
@@ -29,7 +30,7 @@ from ebpflb.model import (
     parse_network,
     unspecified,
 )
-from tests.builders import backend, cluster_ip, node_ip, pod_ip, port_name
+from tests.builders import backend, by_network, cluster_ip, node_ip, pod_ip, port_name
 from tests.memory_tables import ManualGate, MemoryTables
 
 WEB = port_name()
@@ -80,7 +81,8 @@ def programmed(made: Plan) -> Snapshot:
 
 def found(wanted: PlannedPort, there: PlannedPort) -> list[tuple[str, str, str, str]]:
     differences = audit.differences(plan(wanted), programmed(plan(there)))
-    assert {one.service for one in differences} <= {"default/web:http"}
+    of_ports = [one for one in differences if one.where != "service_addrs"]
+    assert {one.service for one in of_ports} <= {"default/web:http"}
     return [(one.where, one.what, one.expected, one.actual) for one in differences]
 
 
@@ -137,6 +139,7 @@ RANGES: dict[str, Any] = {
             planned(),
             planned(THERE),
             [
+                ("service_addrs", cluster_ip(10), "known", "known answers"),
                 ("backends", f"cluster {pod_ip(2)}:8080", "", "ready"),
                 ("ports", "cluster flags", "none", "none set"),
                 ("ports", "local flags", "none", "none_local"),
@@ -187,14 +190,38 @@ RANGES: dict[str, Any] = {
             ],
         ),
         (
-            planned(**RANGES),
+            planned(**RANGES, node_in_ranges=False),
             planned(frontends=[BALANCED]),
-            [("ports", "source ranges", "lb_no_pods", "none set")],
+            [
+                ("ports", "source ranges", "lb_no_pods lb_no_host lb_ranges", "none set"),
+                ("source_ranges", "192.0.2.0/24", "let in", ""),
+            ],
         ),
         (
             planned(**RANGES),
             planned(**RANGES, node_in_ranges=False),
-            [("ports", "source ranges", "lb_no_pods", "lb_no_pods lb_no_host")],
+            [
+                (
+                    "ports",
+                    "source ranges",
+                    "lb_no_pods lb_ranges",
+                    "lb_no_pods lb_no_host lb_ranges",
+                ),
+                ("source_ranges", "203.0.113.9/32", "let in", ""),
+            ],
+        ),
+        (
+            planned(**RANGES, node_in_ranges=False, socket_lb=False),
+            planned(
+                frontends=[BALANCED],
+                source_ranges=(parse_network("192.0.2.0/25"),),
+                node_in_ranges=False,
+                socket_lb=False,
+            ),
+            [
+                ("source_ranges", "192.0.2.0/24", "let in", ""),
+                ("source_ranges", "192.0.2.0/25", "", "let in"),
+            ],
         ),
         (
             planned(frontends=[DIALLED]),
@@ -228,6 +255,7 @@ RANGES: dict[str, Any] = {
         "a NodePort is there",
         "source ranges are not applied",
         "this node is refused, but in the ranges",
+        "other source ranges are applied",
         "another kind and scope",
     ],
 )
@@ -278,6 +306,7 @@ def test_a_slot_of_another_owner_and_one_that_stands_there_twice_are_found() -> 
 def test_a_port_too_many_and_one_too_few_are_named() -> None:
     more = planned(name=port_name("more"), frontends=())
     assert audit.differences(plan(planned()), programmed(plan(more))) == [
+        Difference("", "service_addrs", cluster_ip(10), "known", ""),
         Difference("default/more:http", "ports", "service port TCP IPv4", "", "programmed"),
         Difference("default/web:http", "ports", "service port TCP IPv4", "programmed", ""),
     ]
@@ -306,13 +335,80 @@ def test_where_nodeports_answer_is_compared(
 
 
 def test_what_holds_for_the_whole_node_is_compared() -> None:
-    """NP-07, POL-06."""
+    """NP-07, POL-06, MASQ-01, MASQ-09."""
     wanted = plan(
-        node_ports=NodePorts(loopback=frozenset({Family.IPV4})), tells_pods=frozenset(Family)
+        node_ports=NodePorts(loopback=frozenset({Family.IPV4})),
+        pods=by_network("10.0.0.0/8", "fd00::/48"),
+        masquerade_all=True,
     )
     assert audit.differences(wanted, programmed(wanted)) == []
-    assert audit.differences(wanted, programmed(plan(tells_pods=frozenset({Family.IPV6})))) == [
-        Difference("", "settings", "flags", "loopback4 tells_pods4 tells_pods6", "tells_pods6")
+    there = plan(pods=by_network("10.0.0.0/9", "fd00::/48"))
+    assert audit.differences(wanted, programmed(there)) == [
+        Difference(
+            "",
+            "settings",
+            "flags",
+            "loopback4 tells_pods4 tells_pods6 masquerade_all pods_by_net4 pods_by_net6",
+            "tells_pods4 tells_pods6 pods_by_net4 pods_by_net6",
+        ),
+        Difference("", "settings", "pods4", "10.0.0.0/8", "10.0.0.0/9"),
     ]
-    (one,) = audit.differences(wanted, programmed(plan()))
-    assert one.actual == "none set"
+    by_device = plan(pods=PodDetector(bridge="cni0"))
+    flags, *subnets = audit.differences(wanted, programmed(by_device))
+    assert flags.actual == "tells_pods4 tells_pods6 pods_by_device"
+    assert [(one.what, one.expected, one.actual) for one in subnets] == [
+        ("pods4", "10.0.0.0/8", ""),
+        ("pods6", "fd00::/48", ""),
+    ]
+    assert audit.differences(wanted, programmed(plan()))[0].actual == "none set"
+
+
+def test_a_subnet_that_is_none_is_shown_as_it_is() -> None:
+    there = programmed(plan(pods=by_network("10.0.0.0/8")))
+    torn = there._replace(subnets=there.subnets._replace(ipv4=there.subnets.ipv4[:30] + b"\1\1"))
+    (one,) = audit.differences(plan(pods=by_network("10.0.0.0/8")), torn)
+    assert one.actual == "10.0.0.0 & ffff:ffff:ffff:ffff:ffff:ffff:ff00:101"
+
+
+ELSEWHERE = Frontend(parse_address("192.0.2.7"), 80, Protocol.TCP, FrontendKind.EXTERNAL_IP)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "differences"),
+    [
+        (planned(HERE), planned(HERE), []),
+        (planned(), planned(), []),
+        (planned(HERE), planned(), [(cluster_ip(10), "known answers", "known")]),
+        (
+            planned(HERE, frontends=[DIALLED, ELSEWHERE]),
+            planned(HERE),
+            [("192.0.2.7", "known answers", "")],
+        ),
+        (
+            planned(THERE, frontends=[DIALLED, ELSEWHERE]),
+            planned(THERE, frontends=[DIALLED, ELSEWHERE], external_policy=Policy.LOCAL),
+            [("192.0.2.7", "known answers", "known")],
+        ),
+        (
+            planned(THERE, frontends=[DIALLED, ELSEWHERE]),
+            planned(THERE, frontends=[DIALLED, ELSEWHERE], internal_policy=Policy.LOCAL),
+            [(cluster_ip(10), "known answers", "known")],
+        ),
+        (planned(HERE), planned(HERE, frontends=[DIALLED, NODE_PORT]), []),
+    ],
+    ids=[
+        "it answers",
+        "it is known and no more",
+        "it answers without an endpoint",
+        "one more",
+        "an external address leads to nothing on this node",
+        "a ClusterIP does",
+        "a NodePort has no address",
+    ],
+)
+def test_which_addresses_are_services_is_compared(
+    wanted: PlannedPort, there: PlannedPort, differences: list[tuple[str, str, str]]
+) -> None:
+    seen = audit.differences(plan(wanted), programmed(plan(there)))
+    addresses = [one for one in seen if one.where == "service_addrs"]
+    assert [(one.what, one.expected, one.actual) for one in addresses] == differences

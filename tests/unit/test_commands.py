@@ -22,6 +22,7 @@ from ebpflb.cli.render import Styled
 from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import inspect
 from ebpflb.datapath.ebpf.inspect import Holder, MapFill
+from ebpflb.datapath.ebpf.listing import PacketDevice, PacketHook
 from ebpflb.datapath.ebpf.rows import (
     ListedService,
     NodeAddressRow,
@@ -277,9 +278,24 @@ def test_a_table_of_ports_has_both_sets(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_table_of_settings_has_the_flags_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    row = SettingsRow(3, 30, 120, "00", ["loopback4", "tells_pods4"], {"hostname": "n1"})
+    row = SettingsRow(
+        host_netns=3,
+        udp_timeout_seconds=30,
+        udp_stream_timeout_seconds=120,
+        programs="00",
+        packet_programs="00",
+        flags=["loopback4", "tells_pods4"],
+        state=[],
+        tcp_timeout_seconds=0,
+        tcp_closing_seconds=0,
+        masquerade_mark="0x4000",
+        reject_mark="0x2000",
+        pods=["10.244.0.0/16", "fd00::/48"],
+        options={"hostname": "n1"},
+    )
     found = dict(dumped(capsys, row))
     assert found["flags"] == "loopback4,tells_pods4"
+    assert (found["state"], found["pods"]) == ("-", "10.244.0.0/16,fd00::/48")
     assert found["options.hostname"] == "n1"
 
 
@@ -445,6 +461,93 @@ def test_hooks_with_one_ailment_are_one_problem() -> None:
     assert judged(programs=programs)[0] == "not translated at connect4 sendmsg4: not attached"
 
 
+INGRESS = PacketHook("ingress", "ebpflb_ingress", 7, "tcx", [], [], "first, by tcx", "attached")
+EGRESS = PacketHook(
+    "egress", "ebpflb_egress", 8, "clsact", ["x"], [], "last, by clsact", "attached"
+)
+_SHOWN = PacketDevice("eth0", 2, "uplink", [INGRESS, EGRESS])
+
+
+@pytest.mark.parametrize(
+    ("path", "problems", "warnings"),
+    [
+        pytest.param(
+            status.PacketPath(is_wanted=True, state=["sees_host"], devices=[_SHOWN]),
+            [],
+            [],
+            id="all is well",
+        ),
+        pytest.param(
+            status.PacketPath(
+                is_wanted=True,
+                state=[],
+                devices=[
+                    PacketDevice(
+                        "eth0",
+                        2,
+                        "uplink",
+                        [INGRESS, msgspec.structs.replace(EGRESS, state="not attached")],
+                    )
+                ],
+            ),
+            ["packets are not translated at eth0 egress: not attached"],
+            [],
+            id="a program that is gone",
+        ),
+        pytest.param(
+            status.PacketPath(
+                is_wanted=True,
+                state=[],
+                devices=[
+                    PacketDevice(
+                        "eth0",
+                        2,
+                        "uplink",
+                        [
+                            msgspec.structs.replace(
+                                INGRESS, before=["u32, clsact priority 1"], possible="behind u32"
+                            ),
+                            EGRESS,
+                        ],
+                    )
+                ],
+            ),
+            [],
+            [
+                (
+                    "at eth0 ingress the program cannot be where it should: behind u32; around it "
+                    "run u32, clsact priority 1"
+                )
+            ],
+            id="another that keeps ours from its place",
+        ),
+        pytest.param(
+            status.PacketPath(is_wanted=True, state=[], devices=[]),
+            [],
+            ["no device has programs: packets from outside reach no Service"],
+            id="no device",
+        ),
+        pytest.param(
+            status.PacketPath(is_wanted=True, state=[], devices=None),
+            [],
+            ["this is not the node's network namespace: its devices are not seen from here"],
+            id="from elsewhere",
+        ),
+        pytest.param(
+            status.PacketPath(is_wanted=False, state=[], devices=[]), [], [], id="switched off"
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_packet_path(
+    path: status.PacketPath, problems: list[str], warnings: list[str]
+) -> None:
+    assert status.judge_packets(path) == (problems, warnings)
+
+
+def test_a_table_of_fragments_that_is_full_is_as_it_should_be() -> None:
+    assert judged(maps=(MapFill("fragments", 100, 100, 1),)) == ("", "")
+
+
 def test_a_full_map_is_a_problem_unless_it_makes_room_itself() -> None:
     full = (MapFill("members", 90, 100, 1), MapFill("affinity", 100, 100, 1))
     problem, warning = judged(maps=full)
@@ -596,7 +699,7 @@ def test_without_a_holder_and_an_answer_no_agent_runs() -> None:
             status.Status,
             (
                 "version mode node pin_path cgroup service_ports backends node_ports agent "
-                "programs maps counters problems warnings"
+                "programs packet_path maps counters problems warnings"
             ),
         ),
         (
@@ -608,9 +711,21 @@ def test_without_a_holder_and_an_answer_no_agent_runs() -> None:
         ),
         (status.NodePorts, "addresses loopback"),
         (status.Hook, "hook program program_id state"),
+        (status.PacketPath, "is_wanted state devices"),
+        (PacketDevice, "device index role hooks"),
+        (PacketHook, "direction program program_id way before behind possible state"),
         (Difference, "service where what expected actual"),
     ],
-    ids=["status", "agent", "node_ports", "programs", "check"],
+    ids=[
+        "status",
+        "agent",
+        "node_ports",
+        "programs",
+        "packet_path",
+        "devices",
+        "hooks of a device",
+        "check",
+    ],
 )
 def test_json_keys_are_as_documented(struct: type[status.Status], promised: str) -> None:
     assert struct.__struct_encode_fields__ == tuple(promised.split())

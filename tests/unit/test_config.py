@@ -420,17 +420,21 @@ def test_what_a_strict_reader_would_refuse_is_told_once() -> None:
                 "file": "",
                 "mean_nothing_here": "--ipvs-scheduler, --vmodule, --feature-gates AllAlpha, "
                 "--machine-id-file, --healthz-port",
-                "not_in_this_version": "--iptables-masquerade-bit",
             },
         ),
         (
             "--proxy-mode=ebpf",
-            "portRange: 1-2\niptables: {masqueradeBit: 3}\nipvs: {scheduler: '', strictARP: true}",
+            "ipvs: {scheduler: '', strictARP: true}",
+            {},
+            {"file": "kp.conf", "mean_nothing_here": "ipvs.strictARP"},
+        ),
+        (
+            "--proxy-mode=ebpf",
+            "portRange: 1-2\niptables: {masqueradeBit: 3}\nnftables: {masqueradeBit: 4}",
             {},
             {
                 "file": "kp.conf",
-                "mean_nothing_here": "ipvs.strictARP, portRange",
-                "not_in_this_version": "iptables.masqueradeBit",
+                "mean_nothing_here": "nftables.masqueradeBit, portRange",
             },
         ),
         (
@@ -440,7 +444,12 @@ def test_what_a_strict_reader_would_refuse_is_told_once() -> None:
             {"file": "", "not_beside_manifests": "--kubeconfig"},
         ),
     ],
-    ids=["by flag, whatever their values", "by file, where not the default", "beside --manifests"],
+    ids=[
+        "by flag, whatever their values",
+        "by file, where not the default",
+        "of a mode that is not chosen",
+        "beside --manifests",
+    ],
 )
 def test_settings_without_effect_are_told_once(
     command_line: str, body: str | None, own: dict[str, Any], fields: dict[str, str]
@@ -531,6 +540,20 @@ def test_localhost_that_is_selected_in_vain_is_told_np_13() -> None:
             id="CFG-25 how pods are told",
         ),
         pytest.param(
+            "--detect-local-mode=BridgeInterface --pod-bridge-interface=cni0",
+            None,
+            {},
+            {"detect_local_mode": "BridgeInterface", "pod_bridge": "cni0"},
+            id="CFG-26 by their bridge",
+        ),
+        pytest.param(
+            "--detect-local-mode=InterfaceNamePrefix --pod-interface-name-prefix=veth",
+            None,
+            {},
+            {"detect_local_mode": "InterfaceNamePrefix", "pod_device_prefix": "veth"},
+            id="CFG-27 by their devices' names",
+        ),
+        pytest.param(
             "--feature-gates=AllowServiceExternalIPs=false",
             None,
             {},
@@ -591,32 +614,165 @@ def test_a_mode_that_this_version_has_not_is_refused() -> None:
         require_supported(Config(node_name="n", proxy_mode="iptables"))
 
 
+# --- the packet path -----------------------------------------------------------------------------
+
+
+def packet_path(command_line: str, body: str | None = None, **own: Any) -> dict[str, object]:
+    """What was said of it, where that is not the default."""
+    config = said(command_line, body, hostname_override="n1", **own).config
+    names = (
+        *("devices", "pod_devices", "socket_lb", "ping", "preserve_client_ip_local"),
+        *("masquerade_bit", "reject_bit"),
+        *("tcp_established_timeout_s", "tcp_close_wait_timeout_s"),
+    )
+    default = Config(node_name="n1")
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
 @pytest.mark.parametrize(
-    ("command_line", "refused"),
+    ("command_line", "body", "own", "expected"),
     [
-        ("--masquerade-all=true", True),
-        ("--masquerade-all=true --proxy-mode=nftables", True),
-        ("--masquerade-all=false", False),
-        ("", False),
+        pytest.param("", None, {}, {}, id="the defaults"),
+        pytest.param(
+            "",
+            None,
+            {"devices": ("eth*, ens3",), "pod_devices": ("cali*", "veth*")},
+            {"devices": ("eth*", "ens3"), "pod_devices": ("cali*", "veth*")},
+            id="patterns of devices, by comma or one by one",
+        ),
+        pytest.param(
+            "",
+            None,
+            {"devices": ("",), "pod_devices": ("",)},
+            {"devices": (), "pod_devices": ()},
+            id="nothing is no device",
+        ),
+        pytest.param(
+            "",
+            None,
+            {"socket_lb": "host", "ping": "off", "preserve_client_ip_local": True},
+            {"socket_lb": "host", "ping": False, "preserve_client_ip_local": True},
+            id="switches",
+        ),
+        pytest.param(
+            "--iptables-masquerade-bit=5", None, {}, {"masquerade_bit": 5}, id="MASQ-07 the bit"
+        ),
+        pytest.param(
+            "--iptables-masquerade-bit=5 --proxy-mode=nftables",
+            None,
+            {},
+            {},
+            id="MASQ-07 the flag is not nftables'",
+        ),
+        pytest.param(
+            "",
+            "mode: nftables\nnftables: {masqueradeBit: 6}\niptables: {masqueradeBit: 5}",
+            {},
+            {"masquerade_bit": 6},
+            id="MASQ-07 of nftables",
+        ),
+        pytest.param(
+            "--proxy-mode=ipvs --iptables-masquerade-bit=5",
+            None,
+            {},
+            {"masquerade_bit": 5},
+            id="MASQ-07 ipvs has iptables'",
+        ),
+        pytest.param("", None, {"reject_bit": 0}, {"reject_bit": 0}, id="the least bit"),
+        pytest.param(
+            "--iptables-masquerade-bit=13",
+            None,
+            {"reject_bit": 31},
+            {"masquerade_bit": 13, "reject_bit": 31},
+            id="the greatest bit, and the other's default",
+        ),
+        pytest.param(
+            "--conntrack-tcp-timeout-established=2h --conntrack-tcp-timeout-close-wait=90s",
+            None,
+            {},
+            {"tcp_established_timeout_s": 7200.0, "tcp_close_wait_timeout_s": 90.0},
+            id="CT-21 time-outs",
+        ),
+        pytest.param(
+            "",
+            "conntrack: {tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}",
+            {},
+            {"tcp_established_timeout_s": 0.0, "tcp_close_wait_timeout_s": 0.0},
+            id="CT-21 the kernel's own",
+        ),
     ],
 )
-def test_masquerade_all_is_refused_as_long_as_there_is_no_packet_path(
-    command_line: str, refused: bool
+def test_what_the_packet_path_is_told(
+    command_line: str, body: str | None, own: dict[str, Any], expected: dict[str, object]
 ) -> None:
-    config = said(command_line).config
-    if not refused:
-        require_supported(config)
-        return
+    assert packet_path(command_line, body, **own) == expected
+
+
+@pytest.mark.parametrize(
+    ("command_line", "body", "own", "text"),
+    [
+        (
+            "",
+            None,
+            {"reject_bit": 14},
+            "--reject-bit 14: is iptables.masqueradeBit too; they must differ",
+        ),
+        (
+            "--iptables-masquerade-bit=13",
+            None,
+            {},
+            "--reject-bit 13: is --iptables-masquerade-bit too; they must differ",
+        ),
+        (
+            "",
+            "mode: nftables\nnftables: {masqueradeBit: 13}",
+            {},
+            "--reject-bit 13: is kp.conf: nftables.masqueradeBit too; they must differ",
+        ),
+        ("", None, {"reject_bit": 32}, "--reject-bit 32: must be 0 to 31"),
+        ("", None, {"reject_bit": -1}, "--reject-bit -1: must be 0 to 31"),
+        (
+            "",
+            None,
+            {"devices": ("eth0,a/b",)},
+            "--devices a/b: must be a device's name, or a pattern such as eth*",
+        ),
+        (
+            "",
+            None,
+            {"pod_devices": ("veth a",)},
+            "--pod-devices veth a: must be a device's name, or a pattern such as eth*",
+        ),
+    ],
+)
+def test_what_the_packet_path_cannot_be_told(
+    command_line: str, body: str | None, own: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        require_supported(config)
-    assert str(error.value) == (
-        "masqueradeAll: needs the packet path, which this version does not have"
-    )
+        said(command_line, body, **own)
+    assert str(error.value) == text
 
 
-def test_masquerade_all_of_a_mode_that_is_not_chosen_is_nothing() -> None:
-    require_supported(said("", "nftables: {masqueradeAll: true}").config)
-    require_supported(said("", "mode: nftables\niptables: {masqueradeAll: true}").config)
+@pytest.mark.parametrize(
+    ("command_line", "body", "masquerades"),
+    [
+        ("", None, False),
+        ("--masquerade-all=true", None, True),
+        ("--masquerade-all=true --proxy-mode=nftables", None, True),
+        ("--masquerade-all=true --proxy-mode=ipvs", None, True),
+        ("--masquerade-all=false", None, False),
+        ("", "mode: nftables\nnftables: {masqueradeAll: true}", True),
+        ("", "nftables: {masqueradeAll: true}", False),
+        ("", "mode: nftables\niptables: {masqueradeAll: true}", False),
+    ],
+)
+def test_masquerade_all_is_that_of_the_mode_masq_01(
+    command_line: str, body: str | None, masquerades: bool
+) -> None:
+    config = said(command_line, body).config
+    require_supported(config)
+    assert planner_options(config).masquerade_all is masquerades
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,18 @@ import msgspec
 import pytest
 
 from ebpflb.datapath.ebpf import abi, inspect, rows
+from ebpflb.datapath.ebpf.encode import (
+    encode_service_address,
+    encode_source_range,
+    encode_subnets,
+    setting_flags,
+)
+from ebpflb.datapath.ebpf.flowrows import FlowRow, FragmentRow
 from ebpflb.datapath.ebpf.rows import (
     AffinityRow,
     BackendRow,
     ConnectionsRow,
+    DeviceRow,
     FrontendRow,
     ListedService,
     MemberRow,
@@ -24,13 +32,15 @@ from ebpflb.datapath.ebpf.rows import (
     NodeAddressRow,
     PortRow,
     ProbeRow,
+    ServiceAddressRow,
     ServiceBackend,
     ServiceFrontend,
     SettingsRow,
+    SourceRangeRow,
     StatRow,
     UdpConnRow,
 )
-from ebpflb.datapath.ebpf.tables import ID, Snapshot, index_of, read
+from ebpflb.datapath.ebpf.tables import ID, Snapshot, index_of, read, unpack_source_range
 from ebpflb.datapath.ebpf.writer import Writer
 from ebpflb.model import (
     Backend,
@@ -47,7 +57,7 @@ from ebpflb.model import (
     parse_address,
     parse_network,
 )
-from tests.builders import backend, cluster_ip, pod_ip, port_name
+from tests.builders import backend, by_network, cluster_ip, pod_ip, port_name
 from tests.memory_tables import ManualGate, MemoryTables
 
 NAMES = {1: "default/web:http", 2: "default/dns"}
@@ -120,6 +130,14 @@ PORT_KEYS = (
     "slot id service protocol family flags cluster_base cluster_count cluster_flags "
     "local_base local_count local_flags draining affinity_seconds"
 )
+SETTINGS_KEYS = (
+    "host_netns udp_timeout_seconds udp_stream_timeout_seconds programs packet_programs flags "
+    "state tcp_timeout_seconds tcp_closing_seconds masquerade_mark reject_mark pods options"
+)
+FLOW_KEYS = (
+    "protocol client client_port frontend frontend_port backend backend_port port_at_backend "
+    "state flags halves idle_seconds age_seconds id service"
+)
 SERVICE_KEYS = (
     "service id protocol affinity_seconds frontends backends internal_policy external_policy "
     "connections"
@@ -139,13 +157,18 @@ SERVICE_KEYS = (
         (AffinityRow, "client path address port age_seconds id service"),
         (MemberRow, "address port role id service"),
         (UdpConnRow, "socket netns address port id service"),
+        (FlowRow, FLOW_KEYS),
+        (FragmentRow, "protocol source target datagram source_port target_port"),
+        (SourceRangeRow, "network id service"),
+        (ServiceAddressRow, "address role"),
+        (DeviceRow, "index device role"),
         (ConnectionsRow, "slot connections protocol family id service"),
         (StatRow, "name count"),
         (ProbeRow, "hook socket netns"),
         (NameRow, "id service"),
         (
             SettingsRow,
-            "host_netns udp_timeout_seconds udp_stream_timeout_seconds programs flags options",
+            SETTINGS_KEYS,
         ),
         (ServiceFrontend, "address port type"),
         (ServiceBackend, "address port state local"),
@@ -167,6 +190,12 @@ ROWS = {
     "affinity": AffinityRow,
     "members": MemberRow,
     "udp_conn": UdpConnRow,
+    "flows_new": FlowRow,
+    "conntrack": FlowRow,
+    "fragments": FragmentRow,
+    "source_ranges": SourceRangeRow,
+    "service_addrs": ServiceAddressRow,
+    "devices": DeviceRow,
     "connections": ConnectionsRow,
     "stats": StatRow,
     "probe": ProbeRow,
@@ -179,7 +208,9 @@ WORDS = {
     "backends": ("BACKEND_", "SET_"),
     "members": ("MEMBER_",),
     "stats": ("STAT_",),
-    "settings": ("SETTING_",),
+    "service_addrs": ("ADDRESS_",),
+    "devices": ("DEVICE_",),
+    "settings": ("SETTING_", "STATE_"),
 }
 """The enums whose words stand in the rows of a map."""
 
@@ -202,7 +233,7 @@ def test_the_keys_and_words_of_each_map_are_in_the_documentation(name: str) -> N
 def test_every_map_is_either_dumped_or_socket_storage() -> None:
     assert set(inspect.DUMPABLE) | set(inspect.NOT_LISTABLE) == set(abi.MAPS)
     assert inspect.NOT_LISTABLE == ("sock_peer", "sock_udp")
-    assert inspect.EVICTING == ("affinity",)
+    assert inspect.EVICTING == ("affinity", "flows_new", "conntrack", "fragments")
     assert set(inspect.OF_SERVICES) <= set(inspect.DUMPABLE)
 
 
@@ -250,8 +281,8 @@ def test_frontends_show_their_kind_and_scope_and_ports_whom_they_refuse() -> Non
         ("203.0.113.10", 80, "LoadBalancer", "external"),
     ]
     assert {row.service: row.flags for row in rows.port_rows(seen.ports, seen.names)} == {
-        "default/web:http": ["lb_no_pods"],
-        "default/none:http": ["lb_no_pods", "lb_no_host"],
+        "default/web:http": ["lb_no_pods", "lb_ranges"],
+        "default/none:http": ["lb_no_pods", "lb_no_host", "lb_ranges"],
     }
 
 
@@ -394,6 +425,50 @@ def test_connected_udp_sockets_show_cookies_and_backend() -> None:
     ]
 
 
+def test_source_ranges_are_sorted_by_service_and_network() -> None:
+    keys = [
+        *(encode_source_range(parse_network(text), 1) for text in ("fd00::/8", "10.0.0.0/8")),
+        encode_source_range(parse_network("10.0.0.0/16"), 1),
+        encode_source_range(parse_network("192.0.2.0/24"), 2),
+        encode_source_range(parse_network("192.0.2.0/24"), 9),
+        encode_source_range(parse_network("192.0.2.0/24"), 1)[:-1] + b"\7",
+    ]
+    found = rows.source_range_rows(map(unpack_source_range, keys), NAMES)
+    assert [(row.service, row.id, row.network) for row in found] == [
+        ("default/dns", 2, "192.0.2.0/24"),
+        ("default/web:http", 1, "10.0.0.0/8"),
+        ("default/web:http", 1, "10.0.0.0/16"),
+        ("default/web:http", 1, "fd00::/8"),
+        ("default/web:http", 1, keys[-1].hex()),
+        (None, 9, "192.0.2.0/24"),
+    ]
+
+
+def test_services_addresses_are_sorted_and_say_whether_they_answer() -> None:
+    tables = programmed(
+        planned(port_name("a", ""), backend(pod_ip(2))),
+        planned(port_name("b", "", family=Family.IPV6)),
+    )
+    keys = [key for key, _ in tables.service_addrs.items()]
+    stray = encode_service_address(parse_address("fd00::1"), 7)
+    assert rows.service_address_rows([stray, *reversed(keys)]) == [
+        ServiceAddressRow(cluster_ip(10), "known"),
+        ServiceAddressRow(cluster_ip(10), "answers"),
+        ServiceAddressRow("fd00::1", "7"),
+        ServiceAddressRow(cluster_ip(10, Family.IPV6), "known"),
+    ]
+
+
+def test_devices_have_names_where_they_are_known() -> None:
+    keys = [struct.pack("=II", *one) for one in ((12, 1), (2, 2), (12, 0), (300, 9))]
+    assert rows.device_rows(keys, {2: "eth0", 12: "veth1"}) == [
+        DeviceRow(2, "eth0", "uplink"),
+        DeviceRow(12, "veth1", "pod"),
+        DeviceRow(12, "veth1", "bridged"),
+        DeviceRow(300, None, "9"),
+    ]
+
+
 def test_connections_are_those_of_the_slot() -> None:
     seen = snapshot(planned(port_name("a", "")), planned(port_name("b", "")))
     found = rows.connections_rows(seen.ports, seen.names, lambda slot: 100 + slot)
@@ -430,9 +505,45 @@ def test_names_are_sorted_by_name_then_id() -> None:
 )
 def test_settings_survive_whatever_the_agent_left(left: bytes, options: dict[str, object]) -> None:
     flags = abi.CONSTANTS["SETTING_LOOPBACK4"] | abi.CONSTANTS["SETTING_TELLS_PODS6"] | 1 << 40
-    raw = abi.LAYOUTS["settings"].pack(3, 30 * 10**9, 120 * 10**9, 0xABC, flags, left)
-    words = ["loopback4", "tells_pods6", "0x10000000000"]
-    assert rows.settings_row(raw) == SettingsRow(3, 30, 120, "0000000000000abc", words, options)
+    raw = abi.LAYOUTS["settings"].make(
+        host_netns=3,
+        udp_timeout_ns=30 * 10**9,
+        udp_stream_timeout_ns=120 * 10**9,
+        programs=0xABC,
+        packet_programs=0xDEF,
+        flags=flags,
+        state=abi.CONSTANTS["STATE_SEES_HOST"] | abi.CONSTANTS["STATE_PING"],
+        tcp_timeout_ns=86_400 * 10**9,
+        tcp_closing_ns=3_600 * 10**9,
+        masquerade_mark=1 << 14,
+        reject_mark=1 << 13,
+        options=left,
+    )
+    assert rows.settings_row(raw) == SettingsRow(
+        host_netns=3,
+        udp_timeout_seconds=30,
+        udp_stream_timeout_seconds=120,
+        programs="0000000000000abc",
+        packet_programs="0000000000000def",
+        flags=["loopback4", "tells_pods6", "0x10000000000"],
+        state=["sees_host", "ping"],
+        tcp_timeout_seconds=86_400,
+        tcp_closing_seconds=3_600,
+        masquerade_mark="0x4000",
+        reject_mark="0x2000",
+        pods=[],
+        options=options,
+    )
+
+
+@pytest.mark.parametrize(
+    "texts", [(), ("10.244.0.0/16",), ("fd00::/48",), ("0.0.0.0/0", "::/0")], ids=" ".join
+)
+def test_settings_show_where_pods_are_told_to_be(texts: tuple[str, ...]) -> None:
+    told = Plan({}, pods=by_network(*texts))
+    ipv4, ipv6 = encode_subnets(told)
+    raw = abi.LAYOUTS["settings"].make(flags=setting_flags(told), pods4=ipv4, pods6=ipv6)
+    assert [text or "::/0" for text in rows.settings_row(raw).pods] == [*texts]
 
 
 @pytest.mark.parametrize(

@@ -153,38 +153,39 @@ def test_a_setting_is_called_what_the_user_called_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode_section", "path", "group"),
+    ("mode", "path", "counts"),
     [
-        ("iptables", "clientConnection.contentType", "nothing"),
-        ("iptables", "ipvs.scheduler", "nothing"),
-        ("iptables", "ipvs.syncPeriod", "nothing"),
-        ("iptables", "nftables.minSyncPeriod", "nothing"),
-        ("iptables", "winkernel.enableDSR", "nothing"),
-        ("iptables", "featureGates.AllAlpha", "nothing"),
-        ("ipvs", "ipvs.syncPeriod", ""),
-        ("ipvs", "iptables.syncPeriod", "nothing"),
-        ("ipvs", "iptables.masqueradeAll", "not yet"),
-        ("nftables", "nftables.syncPeriod", ""),
-        ("nftables", "nftables.masqueradeAll", "not yet"),
-        ("iptables", "iptables.masqueradeBit", "not yet"),
-        ("iptables", "nodePortAddresses", ""),
-        ("iptables", "iptables.localhostNodePorts", ""),
-        ("iptables", "clusterCIDR", ""),
-        ("iptables", "detectLocal.bridgeInterface", ""),
-        ("iptables", "featureGates.AllowServiceExternalIPs", ""),
-        ("iptables", "iptables.syncPeriod", ""),
-        ("iptables", "conntrack.min", ""),
-        ("iptables", "mode", ""),
-        ("iptables", "oomScoreAdj", ""),
+        ("", "clientConnection.contentType", False),
+        ("", "ipvs.scheduler", False),
+        ("", "ipvs.syncPeriod", False),
+        ("", "nftables.minSyncPeriod", False),
+        ("", "winkernel.enableDSR", False),
+        ("", "featureGates.AllAlpha", False),
+        ("ipvs", "ipvs.syncPeriod", True),
+        ("ipvs", "iptables.syncPeriod", False),
+        ("ipvs", "iptables.masqueradeAll", True),
+        ("ipvs", "nftables.masqueradeAll", False),
+        ("nftables", "nftables.syncPeriod", True),
+        ("nftables", "nftables.masqueradeAll", True),
+        ("nftables", "iptables.masqueradeBit", False),
+        ("iptables", "iptables.masqueradeBit", True),
+        ("", "nodePortAddresses", True),
+        ("", "iptables.localhostNodePorts", True),
+        ("", "clusterCIDR", True),
+        ("", "detectLocal.bridgeInterface", True),
+        ("", "featureGates.AllowServiceExternalIPs", True),
+        ("", "iptables.syncPeriod", True),
+        ("", "conntrack.min", True),
+        ("", "mode", True),
+        ("", "oomScoreAdj", True),
     ],
 )
-def test_which_settings_have_no_effect_here(mode_section: str, path: str, group: str) -> None:
-    nothing, not_yet = rules.without_effect([path], mode_section)
-    assert ("nothing" if nothing else "not yet" if not_yet else "") == group
+def test_which_settings_have_no_effect_here(mode: str, path: str, counts: bool) -> None:
+    assert rules.without_effect([path], changed(mode=mode)) == ([] if counts else [path])
 
 
 def test_every_setting_without_effect_is_a_field_or_a_section() -> None:
-    for path in (*rules.MEANS_NOTHING, *rules.NOT_YET):
+    for path in rules.MEANS_NOTHING:
         DEFAULTS.at(path)
 
 

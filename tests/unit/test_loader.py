@@ -100,6 +100,6 @@ def test_a_child_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch
     def no_memory(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(subprocess, "run", no_memory)
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
     with pytest.raises(DatapathError, match=r"^run .+: Cannot allocate memory \(ENOMEM\)"):
         loader.load(BUILD)

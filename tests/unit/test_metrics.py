@@ -160,3 +160,21 @@ def test_a_request_without_an_answer_has_no_size_and_client_gos_code() -> None:
 def test_kubernetes_own_versions_are_not_ours_to_tell() -> None:
     """Kubernetes' usual alert on mixed versions compares kubernetes_build_info of everybody."""
     assert "kubernetes_build_info" not in samples_of(Metrics().exposition().decode())
+
+
+def test_the_kernels_counters_maps_and_flows_are_asked_at_each_scrape() -> None:
+    metrics = Metrics()
+    expired = {"idle": 3}
+    with metrics.watching_kernel(
+        lambda: {"dropped_policy": 7},
+        lambda: {"conntrack": (20, 100)},
+        lambda: ({"open": 9}, expired),
+    ):
+        expired["idle"] = 4
+        lines = metrics.exposition().decode().splitlines()
+    assert 'ebpflb_datapath_events_total{event="dropped_policy"} 7.0' in lines
+    assert 'ebpflb_map_entries{map="conntrack"} 20.0' in lines
+    assert 'ebpflb_map_max_entries{map="conntrack"} 100.0' in lines
+    assert 'ebpflb_flows{state="open"} 9.0' in lines
+    assert 'ebpflb_flows_expired_total{reason="idle"} 4.0' in lines
+    assert "ebpflb_flows{" not in metrics.exposition().decode()

@@ -18,6 +18,7 @@ from ebpflb.model import (
     LocalAddresses,
     Node,
     NodePorts,
+    PodDetector,
     Policy,
     Protocol,
     Refused,
@@ -41,6 +42,7 @@ from tests.builders import (
     Row,
     at,
     backend,
+    by_network,
     cluster_ip,
     endpoint_slice,
     new_planner,
@@ -514,33 +516,70 @@ def test_source_ranges_that_change_step_by_step_b_155() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "pod_cidrs", "families"),
+    ("options", "pod_cidrs", "detector", "families"),
     [
-        pytest.param({}, (), "", id="MASQ-10 no range is no detector"),
-        pytest.param({"cluster_cidrs": ("10.0.0.0/8",)}, (), "4", id="MASQ-09 ClusterCIDR"),
+        pytest.param({}, (), PodDetector(), "", id="MASQ-10 no range is no detector"),
         pytest.param(
-            {"cluster_cidrs": ("10.0.0.0/8", "fd00::/48")}, (), "46", id="MASQ-09 of both families"
+            {"cluster_cidrs": ("10.0.0.0/8",)},
+            (),
+            by_network("10.0.0.0/8"),
+            "4",
+            id="MASQ-09 ClusterCIDR",
         ),
-        pytest.param({}, ("10.0.0.0/24",), "", id="the Node's range is not asked for"),
+        pytest.param(
+            {"cluster_cidrs": ("fd00::/48", "10.0.0.0/8")},
+            (),
+            by_network("10.0.0.0/8", "fd00::/48"),
+            "46",
+            id="MASQ-09 of both families",
+        ),
+        pytest.param(
+            {}, ("10.0.0.0/24",), PodDetector(), "", id="the Node's range is not asked for"
+        ),
         pytest.param(
             {"detect_local_mode": "NodeCIDR", "cluster_cidrs": ("10.0.0.0/8",)},
-            ("fd00::/64", "nonsense"),
+            ("fd00::/64", "nonsense", "fd01::/64"),
+            by_network("fd00::/64"),
             "6",
-            id="MASQ-09 NodeCIDR",
+            id="MASQ-09 NodeCIDR, the first of a family",
         ),
-        pytest.param({"detect_local_mode": "BridgeInterface"}, (), "46", id="MASQ-09 a bridge"),
-        pytest.param({"detect_local_mode": "InterfaceNamePrefix"}, (), "46", id="MASQ-09 a prefix"),
+        pytest.param(
+            {"detect_local_mode": "BridgeInterface"}, (), PodDetector(), "", id="MASQ-10 no bridge"
+        ),
+        pytest.param(
+            {
+                "detect_local_mode": "BridgeInterface",
+                "pod_bridge": "cni0",
+                "pod_device_prefix": "x",
+            },
+            ("10.0.0.0/24",),
+            PodDetector(bridge="cni0"),
+            "46",
+            id="MASQ-09 a bridge",
+        ),
+        pytest.param(
+            {"detect_local_mode": "InterfaceNamePrefix", "pod_device_prefix": "veth"},
+            (),
+            PodDetector(device_prefix="veth"),
+            "46",
+            id="MASQ-09 a prefix",
+        ),
     ],
 )
-def test_where_pods_can_be_told(
-    options: dict[str, Any], pod_cidrs: tuple[str, ...], families: str
+def test_how_pods_are_told(
+    options: dict[str, Any], pod_cidrs: tuple[str, ...], detector: PodDetector, families: str
 ) -> None:
     planner = planner_of(node(pod_cidrs=pod_cidrs), **options)
-    expected = {Family(int(each)) for each in families}
-    assert planner.plan.tells_pods == expected
+    assert planner.plan.pods == detector
+    assert planner.plan.tells_pods == {Family(int(each)) for each in families}
     if options.get("detect_local_mode") == "NodeCIDR":
-        assert planner_of(**options).plan.tells_pods == set(), "SYNC-10 it is not known yet"
-        assert tell(planner, Deleted(node().key)).plan.tells_pods == set()
+        assert planner_of(**options).plan.pods == PodDetector(), "SYNC-10 it is not known yet"
+        assert tell(planner, Deleted(node().key)).plan.pods == PodDetector()
+
+
+def test_masquerade_all_is_in_the_plan_masq_01() -> None:
+    assert not planner_of().plan.masquerade_all
+    assert planner_of(masquerade_all=True).plan.masquerade_all
 
 
 def test_node_ports_follow_the_addresses_that_come_and_go_np_05() -> None:

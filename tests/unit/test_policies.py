@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a plan leads whom: upstream's packet-flow vectors, as far as endpoints decide them.
-
-``led`` is the rule by which a datapath reads a plan (model.PlannedPort, model.Plan), said once
-more. What upstream's vectors say of masquerading is the packet path's.
-"""
+"""Where a plan leads whom, and who is masqueraded: upstream's packet-flow vectors."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import pytest
 from ebpflb.model import (
     ApiObject,
     Deleted,
+    Family,
     FrontendKind,
     LocalAddresses,
     Plan,
@@ -26,6 +23,7 @@ from ebpflb.model import (
     Verdict,
     parse_address,
 )
+from ebpflb.planner import flows
 from tests.builders import (
     NODE,
     READY,
@@ -49,7 +47,6 @@ REJECT, DROP = "REJECT", "DROP"
 
 NODE_IP = "192.168.0.2"
 DETECTOR: dict[str, Any] = {"cluster_cidrs": ("10.0.0.0/8",)}
-NO_DETECTOR: dict[str, Any] = {}
 HTTP = ServicePort("http", Protocol.TCP, 80, 3001)
 EXTERNAL_IP, LB_IP = "192.168.99.11", "1.2.3.4"
 
@@ -66,17 +63,16 @@ def led(plan: Plan, client: Client, kind: FrontendKind, name: ServicePortName) -
     """The last octets of where a client may come out, or what becomes of it."""
     port = plan.ports[name]
     assert kind in {each.kind for each in port.frontends}
-    is_told = client == "node" or (client == "pod" and name.family in plan.tells_pods)
-    if kind is CLUSTER_IP:
-        selection = port.internal
-    elif is_told:
-        selection = port.cluster
-    else:
-        assert port.external
-        selection = port.external
+    selection = flows.leads(plan, port, kind, flows.Client(client))
     if selection.verdict is not Verdict.FORWARD:
         return selection.verdict.name
     return ",".join(str(each.address[15]) for each in selection.backends)
+
+
+def flow(plan: Plan, client: Client, kind: FrontendKind, name: ServicePortName) -> str:
+    """The same, with m where the client is masqueraded and - where it is not."""
+    masquerades = flows.masquerades(plan, plan.ports[name], kind, flows.Client(client))
+    return f"{led(plan, client, kind, name)} {'m' if masquerades else '-'}"
 
 
 # --- TestInternalExternalMasquerade: the whole matrix --------------------------------------------
@@ -111,29 +107,86 @@ def matrix(**options: Any) -> Plan:
 @pytest.mark.parametrize(
     ("client", "kind", "expected"),
     [
-        pytest.param("pod", CLUSTER_IP, (B, B, L), id="TV-M01"),
-        pytest.param("pod", NODE_PORT, (B, B, B), id="TV-M02"),
-        pytest.param("pod", VIP, (B, B, B), id="TV-M03"),
-        pytest.param("node", CLUSTER_IP, (B, B, L), id="TV-M04"),
-        pytest.param("node", NODE_PORT, (B, B, B), id="TV-M05 TV-M06"),
-        pytest.param("node", VIP, (B, B, B), id="TV-M07"),
-        pytest.param("outside", CLUSTER_IP, (B, B, L), id="TV-M08"),
-        pytest.param("outside", NODE_PORT, (B, L, B), id="TV-M09"),
-        pytest.param("outside", VIP, (B, L, B), id="TV-M10"),
+        pytest.param("pod", CLUSTER_IP, "B - | B - | L -", id="TV-M01 MASQ-02 MASQ-15"),
+        pytest.param("pod", NODE_PORT, "B m | B - | B m", id="TV-M02 MASQ-04 MASQ-05"),
+        pytest.param("pod", VIP, "B m | B - | B m", id="TV-M03 MASQ-04 MASQ-05"),
+        pytest.param("node", CLUSTER_IP, "B m | B m | L m", id="TV-M04 MASQ-02"),
+        pytest.param("node", NODE_PORT, "B m | B m | B m", id="TV-M05 TV-M06 MASQ-05 MASQ-12"),
+        pytest.param("node", VIP, "B m | B m | B m", id="TV-M07 MASQ-05 MASQ-11"),
+        pytest.param("outside", CLUSTER_IP, "B m | B m | L m", id="TV-M08 MASQ-02"),
+        pytest.param("outside", NODE_PORT, "B m | L - | B m", id="TV-M09 MASQ-04 MASQ-05"),
+        pytest.param("outside", VIP, "B m | L - | B m", id="TV-M10 MASQ-04 MASQ-05"),
     ],
 )
-def test_the_matrix(client: Client, kind: FrontendKind, expected: tuple[str, str, str]) -> None:
-    plan = matrix(**DETECTOR)
-    found = tuple(led(plan, client, kind, port_name(name)) for name in MATRIX)
-    assert found == expected
+@pytest.mark.parametrize(
+    "options",
+    [
+        DETECTOR,
+        {"detect_local_mode": "BridgeInterface", "pod_bridge": "cni0"},
+        {"detect_local_mode": "InterfaceNamePrefix", "pod_device_prefix": "veth"},
+    ],
+    ids=["by address", "by bridge", "by device"],
+)
+def test_the_matrix(
+    options: dict[str, Any], client: Client, kind: FrontendKind, expected: str
+) -> None:
+    assert row_of_the_matrix(matrix(**options), client, kind) == expected
 
 
-@pytest.mark.parametrize("kind", [NODE_PORT, VIP], ids=["TV-M02", "TV-M03"])
-def test_without_a_detector_pods_count_as_outside_tv_m20_tv_m22(kind: FrontendKind) -> None:
-    plan = matrix(**NO_DETECTOR)
-    assert [led(plan, "pod", kind, port_name(name)) for name in MATRIX] == [B, L, B]
-    assert [led(plan, "node", kind, port_name(name)) for name in MATRIX] == [B, B, B]
-    assert [led(plan, "pod", CLUSTER_IP, port_name(name)) for name in MATRIX] == [B, B, L]
+def row_of_the_matrix(plan: Plan, client: Client, kind: FrontendKind) -> str:
+    found = [flow(plan, client, kind, port_name(name)) for name in MATRIX]
+    return " | ".join(found).replace(B, "B").replace(L, "L")
+
+
+MASQUERADE_ALL: dict[str, Any] = {"masquerade_all": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "client", "kind", "expected"),
+    [
+        pytest.param({}, "pod", CLUSTER_IP, "B - | B - | L -", id="TV-M20 M01 MASQ-03"),
+        pytest.param({}, "node", CLUSTER_IP, "B - | B - | L -", id="TV-M20 M04 MASQ-03"),
+        pytest.param({}, "outside", CLUSTER_IP, "B - | B - | L -", id="TV-M20 M08 MASQ-03"),
+        pytest.param({}, "pod", NODE_PORT, "B m | L - | B m", id="TV-M20 M02 POL-06"),
+        pytest.param({}, "pod", VIP, "B m | L - | B m", id="TV-M20 M03 POL-06"),
+        pytest.param({}, "node", VIP, "B m | B m | B m", id="TV-M20 M07"),
+        pytest.param({}, "outside", VIP, "B m | L - | B m", id="TV-M20 M10"),
+        pytest.param(
+            DETECTOR | MASQUERADE_ALL,
+            "pod",
+            CLUSTER_IP,
+            "B m | B m | L m",
+            id="TV-M21 M01 MASQ-01",
+        ),
+        pytest.param(
+            DETECTOR | MASQUERADE_ALL, "pod", VIP, "B m | B - | B m", id="TV-M21 M03, as it was"
+        ),
+        pytest.param(MASQUERADE_ALL, "pod", CLUSTER_IP, "B m | B m | L m", id="TV-M22 M01 MASQ-01"),
+        pytest.param(
+            MASQUERADE_ALL, "node", CLUSTER_IP, "B m | B m | L m", id="TV-M22 M04 MASQ-01"
+        ),
+        pytest.param(
+            MASQUERADE_ALL, "outside", CLUSTER_IP, "B m | B m | L m", id="TV-M22 M08 MASQ-01"
+        ),
+        pytest.param(MASQUERADE_ALL, "pod", NODE_PORT, "B m | L - | B m", id="TV-M22 M02 POL-06"),
+        pytest.param(MASQUERADE_ALL, "pod", VIP, "B m | L - | B m", id="TV-M22 M03 POL-06"),
+    ],
+)
+def test_the_matrix_without_a_detector_and_with_masquerade_all(
+    options: dict[str, Any], client: Client, kind: FrontendKind, expected: str
+) -> None:
+    assert row_of_the_matrix(matrix(**options), client, kind) == expected
+
+
+def test_a_detector_of_one_family_leaves_the_other_without_masq_10() -> None:
+    plan = plan_of(
+        service(cluster_ips=[cluster_ip(10), "fd96::10"]),
+        endpoint_slice(at("10.180.0.1", NODE)),
+        endpoint_slice(at("fd00:180::1", NODE), name="web-2"),
+        **DETECTOR,
+    )
+    families = (port_name(), port_name(family=Family.IPV6))
+    assert [flow(plan, "node", CLUSTER_IP, name) for name in families] == ["1 m", "1 -"]
 
 
 # --- TestTerminatingEndpointsTrafficPolicyLocal and …Cluster -------------------------------------

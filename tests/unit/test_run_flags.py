@@ -59,7 +59,7 @@ windows-service write-config-to
 """
 OURS = """
 manifests pin-path cgroup map-size sync-period audit-period tcp-peer-name log-format external-ips
-protect-nodeports
+protect-nodeports devices pod-devices socket-lb ping preserve-client-ip-local reject-bit
 """
 
 
@@ -223,17 +223,6 @@ def test_mode_iptables_is_refused_as_long_as_there_is_none(started: list[Config]
     assert "this version has eBPF mode only" in result.stderr
 
 
-@pytest.mark.parametrize("flag", ["--masquerade-all", "--masquerade-all=true"])
-def test_masquerade_all_is_refused_as_long_as_it_does_nothing(
-    flag: str, started: list[Config]
-) -> None:
-    result = run(flag)
-    assert (result.exit_code, started) == (2, [])
-    assert result.stderr == (
-        "Error: masqueradeAll: needs the packet path, which this version does not have\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "networks", "protect"),
     [
@@ -263,6 +252,49 @@ def test_an_external_ip_range_that_is_none_exits_2(started: list[Config]) -> Non
     result = run("--external-ips=192.0.2.1")
     assert (result.exit_code, started) == (2, [])
     assert result.stderr == "Error: --external-ips 192.0.2.1: must be a CIDR, as 192.0.2.0/24\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (None, None, "all", True, False, 13)),
+        (["--devices=eth*,ens3", "--pod-devices="], (("eth*", "ens3"), (), "all", True, False, 13)),
+        (["--socket-lb=host", "--ping", "off"], (None, None, "host", False, False, 13)),
+        (["--socket-lb", "off", "--ping=on"], (None, None, "off", True, False, 13)),
+        (
+            ["--preserve-client-ip-local", "--reject-bit=4"],
+            (None, None, "all", True, True, 4),
+        ),
+        (["--no-preserve-client-ip-local"], (None, None, "all", True, False, 13)),
+    ],
+    ids=lambda value: " ".join(value) or "the defaults" if isinstance(value, list) else "",
+)
+def test_our_own_flags_for_packets(
+    arguments: list[str], expected: tuple[object, ...], started: list[Config]
+) -> None:
+    assert run(*arguments).exit_code == 0
+    config = started[0]
+    assert expected == (
+        *(config.devices, config.pod_devices, config.socket_lb, config.ping),
+        *(config.preserve_client_ip_local, config.reject_bit),
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--socket-lb=some", "'some' is not one of 'all', 'host', 'off'"),
+        ("--ping=maybe", "'maybe' is not one of 'on', 'off'"),
+        ("--reject-bit=x", "'x' is not a valid integer"),
+        ("--reject-bit=14", "--reject-bit 14: is iptables.masqueradeBit too; they must differ"),
+    ],
+)
+def test_what_a_flag_for_packets_cannot_say_exits_2(
+    argument: str, text: str, started: list[Config]
+) -> None:
+    result = run(argument)
+    assert (result.exit_code, started) == (2, [])
+    assert text in result.stderr
 
 
 # --- instead of running --------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def maps(
     words[C["SET_CLUSTER"]] = cluster << C["ABI_WORD_COUNT_SHIFT"]
     words[C["SET_LOCAL"]] = local << C["ABI_WORD_COUNT_SHIFT"]
     port = stale.PORT.pack(struct.pack("=2Q", *words), port_id, 0, 0, port_id >> 20, 17, port_flags)
-    settings = stale.SETTINGS.pack(HOST, 0, 0, 0, settings_flags, bytes(C["ABI_OPTIONS_LEN"]))
+    settings = stale.SETTINGS.make(host_netns=HOST, flags=settings_flags)
     return {
         "members": Table(dict.fromkeys(members, b"")),
         "ports": Table({struct.pack("=I", SLOT): port}),

@@ -11,18 +11,29 @@ from msgspec.structs import replace
 
 from ebpflb.datapath.base import Difference
 from ebpflb.datapath.ebpf import abi, audit
-from ebpflb.datapath.ebpf.encode import NODE_ADDRESS_VALUE, encode_frontend, probe_frontends
+from ebpflb.datapath.ebpf.encode import (
+    NODE_ADDRESS_VALUE,
+    SOURCE_RANGE_VALUE,
+    encode_frontend,
+    encode_service_address,
+    encode_source_range,
+    probe_frontends,
+)
+from ebpflb.datapath.ebpf.rows import flag_words, subnet_text
 from ebpflb.datapath.ebpf.tables import (
+    ADDRESS_ANSWERS,
     BACKEND,
     CLUSTER,
     FRONTEND_VALUE,
     ID,
     PORT,
+    SERVICE_ADDRESS_KEY,
     Word,
     index_of,
     make_id,
     pack_name,
     read,
+    read_source_ranges,
 )
 from ebpflb.datapath.ebpf.writer import MAX_UNRELEASED, Writer
 from ebpflb.model import (
@@ -34,15 +45,19 @@ from ebpflb.model import (
     NodePorts,
     Plan,
     PlannedPort,
+    PodDetector,
     Policy,
     Protocol,
     Selection,
     ServicePortName,
     Verdict,
+    format_address,
+    parse_address,
     parse_network,
     unspecified,
 )
-from tests.memory_tables import ManualGate, MemoryTables, v4
+from tests.builders import by_network
+from tests.memory_tables import CrashError, ManualGate, MemoryTables, v4
 
 
 def name(number: int) -> ServicePortName:
@@ -393,16 +408,119 @@ def test_addresses_of_the_node_come_and_go_with_nothing_else_written() -> None:
         assert read(bench.tables).node_addrs == addresses
 
 
-def test_what_the_node_tells_the_programs_is_one_word() -> None:
+_SETTINGS = abi.names_of("SETTING_")
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        pytest.param({}, [], id="nothing, MASQ-03 MASQ-10"),
+        pytest.param({"loopback": True}, ["loopback4"], id="NP-07 MASQ-12 the loopback"),
+        pytest.param({"masquerade_all": True}, ["masquerade_all"], id="MASQ-01"),
+        pytest.param(
+            {"pods": PodDetector(bridge="cni0")},
+            ["tells_pods4", "tells_pods6", "pods_by_device"],
+            id="MASQ-09 BridgeInterface",
+        ),
+        pytest.param(
+            {"pods": PodDetector(device_prefix="veth")},
+            ["tells_pods4", "tells_pods6", "pods_by_device"],
+            id="MASQ-09 InterfaceNamePrefix",
+        ),
+    ],
+)
+def test_what_the_node_tells_the_programs_is_one_word(
+    told: dict[str, Any], words: list[str]
+) -> None:
     bench = Bench()
-    told = on_node(loopback=True, tells_pods=frozenset({Family.IPV6}))
-    assert bench.writer.sync(told, None).writes == 1 + len(probe_frontends())
-    flags = abi.CONSTANTS["SETTING_LOOPBACK4"] | abi.CONSTANTS["SETTING_TELLS_PODS6"]
-    assert read(bench.tables).flags == flags
+    assert bench.writer.sync(on_node(**told), None).writes == bool(words) + len(probe_frontends())
+    assert flag_words(read(bench.tables).flags, _SETTINGS) == words
+    bench.restart()
+    assert bench.writer.sync(on_node(**told), None).writes == 0
+    assert bench.writer.sync(on_node(), set()).writes == bool(words)
+    assert read(bench.tables).flags == 0
+
+
+# --- where the pods are ------------------------------------------------------------------------
+
+
+def pods_seen(bench: Bench) -> dict[str, str]:
+    """By which subnets the programs tell pods now."""
+    snapshot = read(bench.tables)
+    texts = map(subnet_text, snapshot.subnets)
+    flags = ("SETTING_PODS_BY_NET4", "SETTING_PODS_BY_NET6")
+    return {
+        flag[-4:]: text
+        for flag, text in zip(flags, texts, strict=True)
+        if snapshot.flags & abi.CONSTANTS[flag]
+    }
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [("10.244.0.0/16",), ("fd00:1::/64",), ("10.244.0.0/16", "fd00:1::/64"), ("0.0.0.0/0",)],
+    ids=" and ".join,
+)
+def test_where_the_pods_are_is_told_at_once_where_nobody_was_told_before(
+    texts: tuple[str, ...],
+) -> None:
+    """MASQ-09"""
+    bench = Bench()
+    told = on_node(pods=by_network(*texts))
+    bench.writer.sync(told, None)
+    assert list(pods_seen(bench).values()) == [*texts]
+    assert read(bench.tables).flags & abi.CONSTANTS["SETTING_TELLS_PODS4"] == (
+        abi.CONSTANTS["SETTING_TELLS_PODS4"] if ":" not in texts[0] else 0
+    )
     bench.restart()
     assert bench.writer.sync(told, None).writes == 0
-    assert bench.writer.sync(on_node(), set()).writes == 1
-    assert read(bench.tables).flags == 0
+    assert bench.writer.matches()
+
+
+def test_where_the_pods_are_never_changes_under_a_reader() -> None:
+    """It is not told for a grace period; the next sync, whatever changed, tells the new."""
+    bench = Bench()
+    before = on_node(pods=by_network("10.0.0.0/8"))
+    after = on_node(pods=by_network("172.16.0.0/12"))
+    bench.writer.sync(before, None)
+    for _ in range(2):
+        bench.writer.sync(after, set())
+        assert pods_seen(bench) == {}
+        assert bench.writer.matches()
+    bench.grace()
+    bench.writer.sync(after, set())
+    assert pods_seen(bench) == {"NET4": "172.16.0.0/12"}
+    assert audit.differences(after, read(bench.tables)) == []
+
+
+def test_half_a_subnet_that_a_crash_left_is_written_anew() -> None:
+    bench = Bench()
+    bench.writer.sync(on_node(pods=by_network("10.0.0.0/8")), None)
+    bench.writer.sync(on_node(pods=by_network("172.16.0.0/12")), set())
+    bench.grace()
+    bench.tables.crash_at = bench.tables.operations + 2
+    with pytest.raises(CrashError):
+        bench.writer.sync(on_node(pods=by_network("172.16.0.0/12")), set())
+    bench.restart()
+    bench.writer.sync(on_node(pods=by_network("192.168.0.0/24")), None)
+    assert pods_seen(bench) == {"NET4": "192.168.0.0/24"}
+
+
+def test_a_subnet_that_somebody_changed_is_put_right() -> None:
+    bench = Bench()
+    wanted = on_node(pods=by_network("10.0.0.0/8", "fd00::/48"))
+    bench.writer.sync(wanted, None)
+    bench.grace()
+    bench.tables._subnets = bench.tables._subnets._replace(ipv6=bytes(32))
+    assert not bench.writer.matches()
+    (one,) = audit.differences(wanted, read(bench.tables))
+    assert (one.what, one.expected, one.actual) == ("pods6", "fd00::/48", "")
+    bench.restart()
+    for _ in range(2):
+        bench.writer.sync(wanted, None)
+        bench.grace()
+    assert audit.differences(wanted, read(bench.tables)) == []
+    assert bench.writer.matches()
 
 
 @pytest.mark.parametrize("what", ["an address more", "an address less", "flags"])
@@ -441,10 +559,14 @@ def test_more_addresses_than_there_is_room_for_are_told_by_the_services_that_lac
 # --- source ranges -----------------------------------------------------------------------------
 
 _NO_PODS, _NO_HOST = abi.CONSTANTS["PORT_LB_NO_PODS"], abi.CONSTANTS["PORT_LB_NO_HOST"]
-_OPEN, _NODE_ALONE, _CLOSED = 0, _NO_PODS, _NO_PODS | _NO_HOST
+_BY_PACKET = abi.CONSTANTS["PORT_LB_RANGES"]
+_OPEN, _NODE_ALONE, _CLOSED = 0, _NO_PODS | _BY_PACKET, _NO_PODS | _NO_HOST | _BY_PACKET
+_IDS: dict[object, str] = {_OPEN: "open", _NODE_ALONE: "node alone", _CLOSED: "closed"}
 
 
-def balanced(flags: int, *addresses: int, first: int = 1) -> PlannedPort:
+def balanced(
+    flags: int, *addresses: int, first: int = 1, ranges: Iterable[str] = ("10.0.0.0/8",)
+) -> PlannedPort:
     """With a ClusterIP and a load balancer's addresses, by their last octets."""
     return replace(
         planned(1, first=first),
@@ -455,9 +577,14 @@ def balanced(flags: int, *addresses: int, first: int = 1) -> PlannedPort:
                 for one in addresses
             ),
         ),
-        source_ranges=(parse_network("10.0.0.0/8"),) if flags else (),
+        source_ranges=tuple(map(parse_network, ranges)) if flags else (),
         node_in_ranges=not flags & _NO_HOST,
     )
+
+
+def guarded(*ranges: str, **more: Any) -> PlannedPort:
+    """With a load balancer's address that sources in these may dial, and not this node."""
+    return balanced(_CLOSED if ranges else _OPEN, 1, ranges=ranges, **more)
 
 
 def flags_of(bench: Bench) -> int:
@@ -465,21 +592,123 @@ def flags_of(bench: Bench) -> int:
     return port.flags
 
 
-@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
-@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
-def test_source_ranges_alone_are_one_store(before: int, after: int) -> None:
+def ranges_of(bench: Bench) -> set[str]:
+    """What `source_ranges` holds, of whichever service port."""
+    return {str(one.network) for one in read(bench.tables).source_ranges}
+
+
+def is_let_in(tables: MemoryTables, source: str) -> bool:
+    """As a packet's program looks it up."""
+    (port,) = read(tables).ports
+    if not port.flags & _BY_PACKET:
+        return True
+    networks = [one.network for one in read_source_ranges(tables) if one.id == port.id]
+    return any(parse_address(source) in network for network in networks if network)
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED], ids=_IDS.get)
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED], ids=_IDS.get)
+def test_source_ranges_alone_are_one_store_and_an_entry_each(before: int, after: int) -> None:
     """LB-05 to -07: no frontend is away meanwhile."""
     bench = Bench()
     bench.settle(balanced(before, 1, 2))
     assert flags_of(bench) == before
+    held = ranges_of(bench)
     operations = bench.tables.operations
     assert bench.sync(balanced(after, 1, 2)) == {}
-    assert bench.tables.operations == operations + (before != after)
+    entries = len(held ^ ranges_of(bench))
+    assert bench.tables.operations == operations + (before != after) + entries
     assert flags_of(bench) == after
+    assert bench.differences(balanced(after, 1, 2)) == []
 
 
-@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED])
-@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED])
+@pytest.mark.parametrize(
+    ("planned_port", "ranges"),
+    [
+        pytest.param(balanced(_OPEN, 1), set(), id="none guard nothing"),
+        pytest.param(
+            balanced(_CLOSED, 1, 2), {"10.0.0.0/8"}, id="LB-05 the ranges, for packets of all kinds"
+        ),
+        pytest.param(
+            balanced(_NODE_ALONE, 1, 2),
+            {"10.0.0.0/8", "203.0.113.1/32", "203.0.113.2/32"},
+            id="LB-07 a node in the ranges comes from the address that it dials",
+        ),
+        pytest.param(
+            balanced(_CLOSED, 1, ranges=("10.0.0.0/8", "10.1.0.0/16", "2001:db8::/32")),
+            {"10.0.0.0/8", "10.1.0.0/16", "2001:db8::/32"},
+            id="one in another",
+        ),
+        pytest.param(
+            replace(balanced(_CLOSED, 1), socket_lb=False),
+            {"10.0.0.0/8"},
+            id="where the socket is left alone, packets are guarded all the same",
+        ),
+        pytest.param(
+            replace(balanced(_CLOSED, 1), cluster=Selection(Verdict.REJECT, ())),
+            {"10.0.0.0/8"},
+            id="LB-08 without endpoints",
+        ),
+    ],
+)
+def test_which_sources_are_let_in(planned_port: PlannedPort, ranges: set[str]) -> None:
+    bench = Bench()
+    bench.settle(planned_port)
+    assert ranges_of(bench) == ranges
+    assert bool(flags_of(bench) & _BY_PACKET) == bool(ranges)
+    bench.restart()
+    assert bench.writer.sync(plan(planned_port), None).writes == 0
+    assert bench.writer.source_ranges_used == len(ranges)
+    assert bench.writer.matches()
+
+
+SOURCES = ("10.1.2.3", "10.9.9.9", "172.16.0.1", "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((), ("10.0.0.0/8",)),
+        (("10.0.0.0/8",), ()),
+        (("10.0.0.0/8",), ("10.1.0.0/16",)),
+        (("10.1.0.0/16",), ("10.0.0.0/8",)),
+        (("10.0.0.0/8",), ("172.16.0.0/12",)),
+        (("10.1.0.0/16", "172.16.0.0/12"), ("10.0.0.0/8", "172.16.0.1/32")),
+        (("10.0.0.0/8", "10.1.0.0/16"), ("10.1.0.0/16",)),
+    ],
+    ids=lambda ranges: " ".join(ranges) or "none",
+)
+@pytest.mark.parametrize("moved", [False, True], ids=["alone", "with the endpoints"])
+def test_source_ranges_change_for_each_source_at_once(
+    before: tuple[str, ...], after: tuple[str, ...], moved: bool
+) -> None:
+    """LB-05: whom both let in is never kept out, whom both keep out is never let in."""
+    bench, first = Bench(), 101 if moved else 1
+    bench.settle(guarded(*before))
+
+    def let_in(ranges: tuple[str, ...], source: str) -> bool:
+        return not ranges or any(
+            parse_address(source) in network for network in map(parse_network, ranges)
+        )
+
+    allowed = {one: [let_in(before, one), let_in(after, one)] for one in SOURCES}
+
+    def check() -> None:
+        for source, states in allowed.items():
+            now = is_let_in(bench.tables, source)
+            assert now in states, source
+            if now == states[-1]:
+                del states[:-1]
+
+    bench.tables.check = check
+    bench.settle(guarded(*after, first=first))
+    check()
+    assert all(len(states) == 1 for states in allowed.values())
+    assert ranges_of(bench) == set(after)
+
+
+@pytest.mark.parametrize("before", [_OPEN, _NODE_ALONE, _CLOSED], ids=_IDS.get)
+@pytest.mark.parametrize("after", [_OPEN, _NODE_ALONE, _CLOSED], ids=_IDS.get)
 def test_source_ranges_that_change_with_the_endpoints_show_nobody_a_mixture(
     before: int, after: int
 ) -> None:
@@ -492,7 +721,7 @@ def test_source_ranges_that_change_with_the_endpoints_show_nobody_a_mixture(
             refused if closed & client else octets
             for closed, octets in ((before, frozenset({1, 2})), (after, frozenset({101, 102})))
         ]
-        for client in (_NO_PODS, _NO_HOST)
+        for client in (_NO_PODS, _NO_HOST, _BY_PACKET)
     }
 
     def check() -> None:
@@ -511,16 +740,19 @@ def test_source_ranges_that_change_with_the_endpoints_show_nobody_a_mixture(
 
 
 @pytest.mark.parametrize("left", [(), (2,)], ids=["no address is left", "one is"])
-def test_ranges_that_go_with_an_address_hold_until_nobody_has_it(left: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("wider", [(), ("0.0.0.0/1",)], ids=["ranges go", "ranges grow"])
+def test_ranges_that_go_with_an_address_hold_until_nobody_has_it(
+    left: tuple[int, ...], wider: tuple[str, ...]
+) -> None:
     bench = Bench()
     bench.settle(balanced(_CLOSED, 1, 2))
-    wanted = balanced(_OPEN, *left)
+    wanted = balanced(_CLOSED if wider else _OPEN, *left, ranges=wider)
     for _ in range(2):
         report = bench.writer.sync(plan(wanted), {name(1)})
         assert (set(report.deferred), flags_of(bench)) == ({name(1)}, _CLOSED)
+        assert ranges_of(bench) == {"10.0.0.0/8"}
     bench.grace()
     assert not bench.writer.sync(plan(wanted), {name(1)}).deferred
-    assert flags_of(bench) == _OPEN
     assert bench.differences(wanted) == []
 
 
@@ -533,6 +765,155 @@ def test_ranges_close_at_once_also_where_the_endpoints_have_no_room(sizes: dict[
     more = replace(balanced(_CLOSED, 1), cluster=planned(1, 5).cluster, affinity_s=60)
     assert list(bench.settle(more)) == ["ns/s1"]
     assert flags_of(bench) == _CLOSED
+    assert ranges_of(bench) == {"10.0.0.0/8"}
+
+
+def test_ranges_that_have_no_room_keep_their_sources_out_and_all_else_is_served() -> None:
+    """The map is full: what did not fit is told by its name, and let in once there is room."""
+    bench = Bench(source_ranges=2)
+    wanted = guarded("10.1.0.0/16", "10.2.0.0/16", "10.3.0.0/16", first=101)
+    bench.settle(guarded())
+    failed = bench.settle(wanted)
+    assert list(failed) == ["ns/s1"]
+    assert "--map-size source_ranges=N" in failed["ns/s1"]
+    assert [is_let_in(bench.tables, f"10.{one}.0.1") for one in (1, 2, 3, 4)] == [
+        *(True, True, False, False)
+    ]
+    differences = bench.differences(wanted)
+    assert [(one.where, one.what, one.expected, one.actual) for one in differences] == [
+        ("source_ranges", "10.3.0.0/16", "let in", "")
+    ]
+    fits = guarded("10.3.0.0/16", "10.2.0.0/16", first=101)
+    assert bench.settle(fits) == {}
+    assert bench.differences(fits) == []
+
+
+def test_ranges_in_a_full_map_make_room_for_narrower_ones() -> None:
+    bench = Bench(source_ranges=1)
+    bench.settle(guarded("10.0.0.0/8"))
+    assert bench.settle(guarded("10.1.0.0/16")) == {}
+    assert ranges_of(bench) == {"10.1.0.0/16"}
+
+
+def test_ranges_go_with_their_service_port() -> None:
+    bench = Bench()
+    bench.settle(balanced(_NODE_ALONE, 1), planned(2))
+    bench.settle(planned(2))
+    assert ranges_of(bench) == set()
+    assert bench.writer.source_ranges_used == 0
+
+
+@pytest.mark.parametrize("stray", ["of nobody", "with bits behind its length", "one too many"])
+def test_ranges_that_somebody_added_are_seen_and_taken_away(stray: str) -> None:
+    bench = Bench()
+    wanted = guarded("10.0.0.0/8")
+    bench.settle(wanted)
+    (port,) = read(bench.tables).ports
+    network = parse_network("192.0.2.0/24")
+    key = encode_source_range(network, 77 if stray == "of nobody" else port.id)
+    if stray.startswith("with"):
+        key = key[:-1] + b"\1"
+    bench.tables.source_ranges.update([(key, SOURCE_RANGE_VALUE)])
+    assert not bench.writer.matches()
+    assert len(bench.differences(wanted)) == (stray != "of nobody")
+    bench.restart()
+    bench.settle(wanted)
+    assert ranges_of(bench) == {"10.0.0.0/8"}
+    assert bench.writer.matches()
+
+
+# --- the Services' addresses --------------------------------------------------------------------
+
+
+def addresses_of(bench: Bench) -> dict[str, str]:
+    """What `service_addrs` says of each address."""
+    roles: dict[str, list[str]] = {}
+    for entry in map(SERVICE_ADDRESS_KEY.unpack, read(bench.tables).service_addrs):
+        words = roles.setdefault(format_address(entry.address), [])
+        words.append(abi.names_of("ADDRESS_")[entry.role])
+    return {address: " ".join(words) for address, words in roles.items()}
+
+
+def shared(number: int, backends: int, **fields: Any) -> PlannedPort:
+    """At an external address that others have too."""
+    address = Frontend(v4(192, 0, 2, 1), 8000 + number, Protocol.TCP, FrontendKind.EXTERNAL_IP)
+    return replace(
+        planned(number, backends),
+        frontends=(*planned(number).frontends, address),
+        **fields,
+    )
+
+
+def test_an_address_of_several_service_ports_is_known_until_the_last_has_gone() -> None:
+    bench = Bench()
+    for ports, expected in (
+        ([shared(1, 1), shared(2, 1)], "known answers"),
+        ([shared(1, 0), shared(2, 1)], "known answers"),
+        ([shared(1, 0)], "known"),
+        ([shared(1, 1)], "known answers"),
+        ([planned(1)], None),
+        ([], None),
+    ):
+        assert bench.settle(*ports) == {}
+        assert addresses_of(bench).get("192.0.2.1") == expected
+        assert bench.differences(*ports) == []
+        assert bench.writer.service_addresses_used == len(read(bench.tables).service_addrs)
+    assert addresses_of(bench) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "cluster_ip", "external"),
+    [
+        ({}, "known answers", "known answers"),
+        ({"internal_policy": Policy.LOCAL}, "known", "known answers"),
+        ({"external_policy": Policy.LOCAL}, "known answers", "known"),
+        ({"socket_lb": False}, "known answers", "known answers"),
+    ],
+    ids=["Cluster", "POL-01 internal Local", "POL-03 external Local", "not at the socket"],
+)
+def test_an_address_answers_where_those_from_outside_are_led_somewhere(
+    fields: dict[str, Any], cluster_ip: str, external: str
+) -> None:
+    """Both endpoints are on another node."""
+    bench = Bench()
+    bench.settle(shared(1, 2, **fields))
+    assert addresses_of(bench) == {"10.96.0.1": cluster_ip, "192.0.2.1": external}
+
+
+def test_the_unspecified_address_of_a_node_port_is_no_services() -> None:
+    bench = Bench()
+    bench.settle(node_port(1))
+    assert addresses_of(bench) == {"10.96.0.1": "known answers"}
+
+
+def test_addresses_that_have_no_room_are_told_by_the_services_that_lack_them() -> None:
+    bench = Bench(service_addrs=5)
+    ports = [shared(1, 1), shared(2, 1)]  # two addresses of their own and one of both
+    failed = bench.settle(*ports)
+    assert set(failed) == {"ns/s1", "ns/s2"}
+    assert all("--map-size service_addrs=N" in text for text in failed.values())
+    assert bench.served() == {"ns/s1", "ns/s2"}
+    assert addresses_of(bench) == {
+        "10.96.0.1": "known answers",
+        "10.96.0.2": "known answers",
+        "192.0.2.1": "known",
+    }
+    assert bench.settle(ports[0]) == {}
+    assert bench.differences(ports[0]) == []
+
+
+def test_addresses_that_somebody_changed_are_put_right() -> None:
+    bench = Bench()
+    bench.settle(planned(1))
+    bench.tables.service_addrs.delete(encode_service_address(v4(10, 96, 0, 1), ADDRESS_ANSWERS))
+    stray = (encode_service_address(v4(10, 96, 0, 9), ADDRESS_ANSWERS), bytes(4))
+    assert not bench.writer.matches()
+    bench.tables.service_addrs.update([stray])
+    assert not bench.writer.matches()
+    bench.restart()
+    assert bench.writer.sync(plan(planned(1)), None).writes == 2
+    assert addresses_of(bench) == {"10.96.0.1": "known answers"}
+    assert bench.writer.matches()
 
 
 # --- a start on maps that something else has been at -------------------------------------------
