@@ -24,6 +24,7 @@ DNS = "10.96.0.12"
 EMPTY = "10.96.0.13"
 WEB6 = "fd96::10"
 NODE_PORT = 30080
+PODS = "10.244.0.0/16,fd00:244::/32"
 
 _AGENT_STARTS_S = 30.0
 
@@ -37,6 +38,8 @@ class Cluster:
         self.node: Node = lab.node("n1")
         other = lab.node("n2")
         self.clients: tuple[Pod, Pod] = (self.node.pod("client-a"), self.node.pod("client-b"))
+        self.sandboxed = self.node.pod("vm-pod", number=9, virtual=True)
+        self.outside = lab.external("laptop")
         self.backends: tuple[Pod, ...] = (
             self.node.pod("web-1"),
             self.node.pod("web-2"),
@@ -88,13 +91,14 @@ class Cluster:
         return ["--pin-path", str(self.node.pin_path), "--cgroup", str(self.node.cgroup_root)]
 
     def start_agent(self) -> None:
-        """Start `ebpflb run` on the node and wait until its first sync is done."""
+        """Start `ebpflb run` on the node and wait until sockets and packets are served."""
         with self.log.open("a") as log:
             before = self.log.stat().st_size
             self._agent = self.node.popen(
                 [
                     *(sys.executable, "-m", "ebpflb", "run"),
                     *("--manifests", str(self.manifests), "--hostname-override", "n1"),
+                    *("--cluster-cidr", PODS),
                     *self.flags,
                 ],
                 stdout=log,
@@ -104,9 +108,10 @@ class Cluster:
         def is_up() -> bool:
             if self._agent is not None and self._agent.poll() is not None:
                 raise RuntimeError(f"the agent ended:\n{self.log.read_text()}")
-            return "service_ports=" in self.log.read_text()[before:]
+            told = self.log.read_text()[before:]
+            return "service_ports=" in told and "packets are served" in told
 
-        wait_until(is_up, timeout_s=_AGENT_STARTS_S, what="the agent's first sync")
+        wait_until(is_up, timeout_s=_AGENT_STARTS_S, what="the agent to serve")
 
     def stop_agent(self, *, kill: bool = False) -> None:
         """SIGTERM, or SIGKILL: the data path stays either way."""

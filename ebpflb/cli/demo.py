@@ -18,11 +18,12 @@ CONNECTS = 300
 DATAGRAMS = 200
 
 _PICTURE = """\
-   node n1, 192.168.50.1, with the agent      node n2, 192.168.50.2
-   ├─ client-a  {a:<12}                  └─ web-3     {w3}
+   node n1, {n1}, with the agent      node n2, {n2}      outside
+   ├─ client-a  {a:<12}                  └─ web-3  {w3}       laptop  {x}
    ├─ client-b  {b:<12}
    ├─ web-1     {w1:<12}
-   └─ web-2     {w2:<12}
+   ├─ web-2     {w2:<12}
+   └─ vm-pod    {vm:<12} (in a virtual machine: the node never sees its sockets)
 
    demo/web     {web} and {web6}, port 80, NodePort {node_port}
    demo/sticky  {sticky}, port 80, ClientIP affinity
@@ -81,7 +82,8 @@ def _story(running: Cluster, console: Console, tell: Callable[[str], None]) -> i
     """Everything, in order; returns how many connects failed that should not have."""
     _show_cluster(running, console, tell)
     failed = _dial(running, console, tell) + _change(running, console, tell)
-    _show_kernel(running, console, tell)
+    if not _show_kernel(running, console, tell):
+        raise RuntimeError("a command found what it should not have")
     return failed
 
 
@@ -89,10 +91,19 @@ def _show_cluster(running: Cluster, console: Console, tell: Callable[[str], None
     from ebpflb.demo import DNS, EMPTY, NODE_PORT, STICKY, WEB, WEB6
 
     tell("A cluster out of network namespaces")
-    pods = zip(("a", "b", "w1", "w2", "w3"), (*running.clients, *running.backends), strict=True)
+    pods = zip(
+        ("a", "b", "w1", "w2", "w3", "vm"),
+        (*running.clients, *running.backends, running.sandboxed),
+        strict=True,
+    )
+    hosts = {
+        "n1": running.node.ipv4,
+        "n2": running.backends[2].node.ipv4,
+        "x": running.outside.ipv4,
+    }
     addresses = {"web": WEB, "web6": WEB6, "sticky": STICKY, "dns": DNS, "empty": EMPTY}
-    texts = {key: pod.ipv4 for key, pod in pods} | addresses | {"node_port": str(NODE_PORT)}
-    console.print(_PICTURE.format(**texts))
+    texts = {key: pod.ipv4 for key, pod in pods} | hosts | addresses
+    console.print(_PICTURE.format(node_port=NODE_PORT, **texts))
 
     tell("The agent starts: it makes the maps, fills them, and attaches the programs")
     running.start_agent()
@@ -122,6 +133,20 @@ def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> in
     for dialled, outcome in zip((node.ipv4, "127.0.0.1"), ported, strict=True):
         console.print(f"   {dialled:<13} {_counts(outcome.backends)}")
 
+    outside, sandboxed = running.outside, running.sandboxed
+    tell(
+        f"Packets: {outside.name} dials the node from outside, and {sandboxed.name} dials {WEB}:80"
+    )
+    translated = [
+        outside.tcp(node.ipv4, NODE_PORT, count=50),
+        sandboxed.tcp(WEB, 80, count=50),
+    ]
+    for who, outcome in zip((outside, sandboxed), translated, strict=True):
+        console.print(
+            f"   {who.name:<8} {_counts(outcome.backends)}; "
+            f"the backends saw {', '.join(outcome.seen_as)}"
+        )
+
     tell(f"ClientIP affinity: both clients connect 50 times to {STICKY}:80 (demo/sticky)")
     sticky = [each.tcp(STICKY, 80, count=50) for each in running.clients]
     for each, outcome in zip(running.clients, sticky, strict=True):
@@ -139,7 +164,7 @@ def _dial(running: Cluster, console: Console, tell: Callable[[str], None]) -> in
     tell(f"No endpoints: {client.name} connects to {EMPTY}:80 (demo/empty)")
     empty = client.tcp(EMPTY, 80, count=3)
     console.print(f"   refused at once: {_counts(empty.errors)}")
-    return sum(outcome.failed for outcome in (web, web6, *ported, *sticky, one, many))
+    return sum(outcome.failed for outcome in (web, web6, *ported, *translated, *sticky, one, many))
 
 
 def _change(running: Cluster, console: Console, tell: Callable[[str], None]) -> int:
@@ -168,7 +193,9 @@ def _change(running: Cluster, console: Console, tell: Callable[[str], None]) -> 
     return left.failed + restarted.failed
 
 
-def _show_kernel(running: Cluster, console: Console, tell: Callable[[str], None]) -> None:
+def _show_kernel(running: Cluster, console: Console, tell: Callable[[str], None]) -> bool:
+    """Whether every command exits with 0."""
+    good = True
     pin = running.flags[:2]
     maps = ("frontends", "ports", "backends")
     for title, command in (
@@ -180,7 +207,10 @@ def _show_kernel(running: Cluster, console: Console, tell: Callable[[str], None]
         ("The kernel against the manifests: ebpflb check", ("check", *running.flags)),
     ):
         tell(title)
-        console.print(_indent(running.command(*command).stdout), markup=False)
+        shown = running.command(*command)
+        console.print(_indent(shown.stdout + shown.stderr), markup=False)
+        good = good and shown.returncode == 0
+    return good
 
 
 def _look_around(running: Cluster, console: Console) -> None:
